@@ -1,4 +1,4 @@
-"""What work costs, whatever the machine and whoever else is at it: the calls of functions, Python's and C's."""
+"""What work costs, whatever the machine and its load: the calls of functions, Python's and C's."""
 
 from __future__ import annotations
 

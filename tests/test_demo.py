@@ -1,4 +1,4 @@
-"""The demo: what is asked of whom, what is told of it, and the whole of it with a tiny model."""
+"""The demo: what it asks of which part, what it reports, and the whole of it with a tiny model."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def test_agents_share_the_text_and_follow_up_on_real_answers(tokenizer: Tokenize
     assert follow_ups == len(said) - 3
     assert play.USER_REQUEST in first
     for answer in answers[:-1]:
-        assert any(answer in tokenizer.decode(prompt.token_ids) for prompt in said), "an answer that nobody read"
+        assert any(answer in tokenizer.decode(prompt.token_ids) for prompt in said), "an answer that no prompt contains"
 
 
 @pytest.mark.parametrize("pack", [bytes, gzip.compress])

@@ -29,7 +29,7 @@ sys.stdin.read()
 
 @pytest.fixture(autouse=True)
 def node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A machine of 64 GiB, with nobody else on it."""
+    """A machine of 64 GiB, with no other process on it."""
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     monkeypatch.setattr(share, "runtime_directories", lambda: [tmp_path / "kvcache"])
     monkeypatch.setattr("kvcache.settings.tiers.memory", lambda: Memory(64 * GiB, 60 * GiB, "machine"))

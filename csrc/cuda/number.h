@@ -1,6 +1,6 @@
 // Elements as numbers, and numbers in eight bits: bit for bit what kvcache/codec/{element,fp8,int8}.py make of them.
 //
-// Whoever compiles this may have asked for denormals to be flushed or for products and sums to be fused (CuPy does,
+// The compiler may have been set for denormals to be flushed or for products and sums to be fused (CuPy does,
 // NVRTC does), so the two operations whose result that could change are written as the instruction itself.
 #pragma once
 

@@ -130,8 +130,9 @@ class Index {
         return end < nodes_.made();
     }
 
-    // An audit in three parts, so that nobody waits long: `picture` copies what is to be looked at, into room that was
-    // made before; `audit` looks at a copy; `lost` asks the table for nodes `first` to `end`, false behind the last.
+    // An audit in three parts, so that no caller waits long: `picture` copies what is to be looked at, into room that
+    // was made before; `audit` looks at a copy; `lost` asks the table for nodes `first` to `end`, false behind the
+    // last.
     std::uint32_t made() const { return nodes_.made(); }
     Nodes room() const { return Nodes(tiers_); }
     std::unique_ptr<const Index> picture(Nodes room) const;
@@ -141,8 +142,8 @@ class Index {
 
     mutable std::mutex mutex;
 
-    // The lock, in turn: whoever lets go of a mutex and wants it again has it before those that wait are awake, however
-    // often.
+    // The lock, in turn: a thread that unlocks a mutex and locks it again gets it before those that wait are awake,
+    // however often.
     std::unique_lock<std::mutex> turn() const {
         const std::lock_guard<std::mutex> next(next_);
         return std::unique_lock<std::mutex>(mutex);

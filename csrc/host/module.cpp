@@ -1,4 +1,4 @@
-// The module kvcache._native: checks what Python hands over, lets go of the interpreter lock, calls the core.
+// The module kvcache._native: checks what Python hands over, releases the interpreter lock, calls the core.
 // Knows no Python objects of ours; its plain twins live beside its callers.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
@@ -75,7 +75,7 @@ PYBIND11_MODULE(_native, module) {
     module.def("populate", &py_populate, py::arg("memory"),
                R"(Have the system find this memory (a writable buffer) now, not at its first touch.
 
-Changes nothing in it; where the system cannot, nothing happens. Lets go of the interpreter lock.)");
+Changes nothing in it; where the system cannot, nothing happens. Releases the interpreter lock.)");
     auto def_copy = [&](const char* name, auto function, const char* doc) {
         module.def(name, function, py::arg("bases"), py::arg("extents"), py::arg("item_bytes"), py::arg("page_step"),
                    py::arg("page"), py::arg("payload"), py::arg("page_ids"), py::arg("payloads"), py::arg("threads"),
@@ -86,7 +86,7 @@ Changes nothing in it; where the system cannot, nothing happens. Lets go of the 
 Axes are layer, K or V, token, head, element. `bases`, a buffer of uint64 by (layer, K or V), holds addresses of page 0;
 `page` and `payload` are each axis's step in bytes (the first two of `page` go unread, `bases` says it). `page_ids` is a
 buffer of int64; `payloads[i]` a contiguous buffer of the block's bytes. On as many as `threads` threads; `plain` keeps
-to memcpy. Lets go of the interpreter lock. Addresses, steps and ids are taken on trust.)");
+to memcpy. Releases the interpreter lock. Addresses, steps and ids are taken on trust.)");
     def_copy("scatter", &py_copy<Direction::Scatter>,
              "Copy payloads to pages; arguments as for `gather`. No two of the pages may be the same.");
 }

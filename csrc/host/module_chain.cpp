@@ -112,13 +112,13 @@ void bind_chain(py::module_& module) {
 signature[i] = SHA-256(signature[i - 1] + token ids of block i as little-endian uint32 + extras[i]); `parent`, 32 bytes,
 stands before the first. `tokens` is a contiguous buffer of uint32 or int64, which must not change meanwhile; those
 behind the last full block are left out. `extras` has one entry a full block. `plain` keeps to code that every processor
-runs. Lets go of the interpreter lock. OverflowError where an int64 is no uint32; ValueError, TypeError or BufferError
+runs. Releases the interpreter lock. OverflowError where an int64 is no uint32; ValueError, TypeError or BufferError
 for anything else.)");
     module.def("bind_signatures", &py_bind_signatures, py::arg("namespace_id"), py::arg("signatures"), py::kw_only(),
                py::arg("plain") = false,
                R"(SHA-256(namespace_id + signature) of each of these packed signatures, one behind the other.
 
-`plain` keeps to code that every processor runs. Lets go of the interpreter lock. ValueError for other lengths.)");
+`plain` keeps to code that every processor runs. Releases the interpreter lock. ValueError for other lengths.)");
     module.def("token_ids", &py_token_ids, py::arg("ids"),
                R"(A list or a tuple of ints as little-endian uint32, one behind the other.
 

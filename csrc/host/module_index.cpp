@@ -18,8 +18,8 @@ namespace {
 constexpr std::size_t BRIEF = 32;          // blocks
 constexpr std::uint32_t A_PART = 1 << 12;  // nodes that are looked at under the lock at a time, by who looks at all
 
-// A brief call keeps the interpreter lock, since having it back may take a turn of every other thread; but nobody who
-// has it waits for the index.
+// A brief call keeps the interpreter lock, since having it back may take a turn of every other thread; but no thread
+// that has it waits for the index.
 template <class Call>
 auto locked(const Index& index, std::size_t blocks, Call call) {
     if (blocks <= BRIEF) {
@@ -27,7 +27,7 @@ auto locked(const Index& index, std::size_t blocks, Call call) {
         if (lock) return call();
     }
     py::gil_scoped_release unlocked;
-    const auto lock = index.turn();  // let go of before the wait for the interpreter lock
+    const auto lock = index.turn();  // released before the wait for the interpreter lock
     return call();
 }
 
@@ -343,7 +343,7 @@ class PyIndex {
 void PyIndex::bind(py::module_& module) {
     py::class_<PyIndex>(module, "Index", R"(The block index; its twin, PlainIndex, says what each call means.
 
-A place is 42 bytes: namespace, group, shard; signatures are 32 bytes a block, packed. Lets go of the interpreter lock
+A place is 42 bytes: namespace, group, shard; signatures are 32 bytes a block, packed. Releases the interpreter lock
 for more than a few blocks. ValueError where arguments make no sense.)")
         .def(
             py::init<unsigned, std::vector<unsigned>, std::vector<std::uint64_t>, double, std::vector<std::uint64_t>>(),

@@ -73,7 +73,7 @@ class Nodes {
         free_ = i;
     }
 
-    // Room for a copy of so many nodes, touched: whoever copies need not wait for the system.
+    // Room for a copy of so many nodes, touched: the copying thread need not wait for the system.
     void prepare(std::uint32_t nodes) {
         while (chunks_.size() * A_CHUNK < nodes) chunks_.emplace_back(new std::uint8_t[A_CHUNK * node_bytes_]());
     }

@@ -55,7 +55,7 @@ inline void expect(bool held, const std::string& message) {
     if (!held) throw pybind11::value_error(message);
 }
 
-// One behind the other. Others run while they are copied, and let go of.
+// One behind the other. Others run while they are copied and freed.
 template <class Item>
 pybind11::bytes joined(std::vector<std::vector<Item>> parts) {
     std::size_t items = 0;

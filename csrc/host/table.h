@@ -1,5 +1,5 @@
 // A hash table of 32-bit values under 32-bit hashes: open addressing, linear probing, in the order of the hashes. What
-// a value stands for is the caller's: whoever looks compares. Hashes must be keyed by a secret where an adversary could
+// a value stands for is the caller's: the caller compares. Hashes must be keyed by a secret where an adversary could
 // choose them.
 //
 // A hash's place is the same part of the table as it is of all hashes, so the table is sorted, whatever its size. That

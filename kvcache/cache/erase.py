@@ -208,7 +208,7 @@ class Erasure:
             if self._flush(MAX_FLUSH_S):
                 erased.left.pop(_PENDING_STORES, None)
             else:
-                erased.left[_PENDING_STORES] = f"some were still on their way down after {MAX_FLUSH_S:g} s: clear again"
+                erased.left[_PENDING_STORES] = f"some were still being demoted after {MAX_FLUSH_S:g} s: clear again"
             found = 0
             for tier in self._tiers:
                 try:

@@ -49,7 +49,7 @@ MAX_ROWS = 1 << 21
 LAST_USE, MAX_NAMESPACES = Struct("<32sd"), 256
 """A namespace and the time of its last use; the most recent ones are saved, at most this many."""
 
-_log = logger("kvcache.learnt")
+_log = logger("kvcache.policy_state")
 
 
 class PolicyState:
@@ -104,8 +104,8 @@ class PolicyState:
             _log.warning("%s is damaged; the policy begins anew", self._path or FILE_NAME)
             return "damaged"
         try:
-            learnt, _, rows = body.partition(b"\n")
-            told = json.loads(learnt)
+            state, _, rows = body.partition(b"\n")
+            told = json.loads(state)
             used = list(LAST_USE.iter_unpack(b64decode(told.get("used", ""))))
             if not all(isfinite(last) for _, last in used):
                 raise ValueError("a time that is none")
@@ -184,11 +184,11 @@ class PolicyState:
         }
         room = MAX_JSON_BYTES - len(json.dumps(told)) - 128
         told["kinds"] = self._cost_classes.told(room)
-        learnt = json.dumps(told, separators=(",", ":")).encode() + b"\n"
+        state = json.dumps(told, separators=(",", ":")).encode() + b"\n"
         rows = self._index.kept(MAX_ROWS) if waiting else b""
-        checksum = sha256(learnt)
+        checksum = sha256(state)
         checksum.update(rows)
-        return [FORMAT, checksum.hexdigest().encode() + b"\n", learnt, rows]
+        return [FORMAT, checksum.hexdigest().encode() + b"\n", state, rows]
 
 
 def _policy_shape(policy: Policy) -> list[Any]:
@@ -207,5 +207,5 @@ def _unpack_counts(packed: str, shape: tuple[int, ...]) -> NDArray[np.int64]:
         raise ValueError(f"{len(data)} bytes of counts: expected {size}")
     counts = np.frombuffer(data, "<i8").astype(np.int64).reshape(shape)
     if (counts < 0).any() or (counts > MAX_COUNT).any():
-        raise ValueError("a count that nobody counted")
+        raise ValueError("a negative or oversized count")
     return counts

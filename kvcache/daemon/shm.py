@@ -124,6 +124,6 @@ class SlabMappings:
             for block, group, _, slab, i, _ in rows.tolist():
                 mapping = self._by_number.get(slab)
                 if mapping is None or i >= mapping.count:
-                    raise ProtocolError(f"slot {i} of extent {slab}: not one that was told of")
+                    raise ProtocolError(f"slot {i} of extent {slab}: not one that the daemon announced")
                 parts.append((block, group, LeasedSlot(mapping, i)))
         return LeasedBatch(parts, rows["generation"])

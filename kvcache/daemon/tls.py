@@ -77,4 +77,4 @@ def _load_ca(context: ssl.SSLContext, setting: str, ca_file: str) -> None:
 
 
 def _no_password() -> str:
-    raise ValueError("the key has a password, and nobody is there to be asked")
+    raise ValueError("the key has a password, which the daemon cannot ask for")

@@ -81,7 +81,7 @@ METRICS: dict[str, Metric] = {
             "policy_states",
             "counter",
             ("result",),
-            "what the policy learnt, read at start and written down, by result",
+            "the policy's state, read at start and written down, by result",
         ),
         Metric(
             "curve_hit_rate",

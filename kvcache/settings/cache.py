@@ -59,7 +59,7 @@ class Evict(Section):
 class Flow(Section):
     """What moves between tiers, and when."""
 
-    queue_blocks: Count = Field(default=4096, description="Blocks on their way down, beyond which more are dropped.")
+    queue_blocks: Count = Field(default=4096, description="Blocks being demoted, beyond which more are dropped.")
     threads: Count = Field(default=2, description="Threads that move blocks between tiers.")
     deadline_s: Seconds = Field(
         default=2.0, description="After so long a block that has not come is a miss, unless the request says otherwise."

@@ -32,7 +32,7 @@ class Daemon(Section):
     tenants_file: str = Field(
         default="",
         description="Who may come in, as whom, and within which limits (docs/daemon.md); read again at SIGHUP. Without "
-        "one whoever may connect may name any tenant.",
+        "one every client that may connect may name any tenant.",
     )
     connections: Count = Field(default=512, description="Open at a time, at most; an engine's process has up to five.")
     lease_s: Seconds = Field(
@@ -83,7 +83,7 @@ class Http(Section):
     host: str = Field(
         default="127.0.0.1",
         description="The address that it listens on. Elsewhere than on loopback `/metrics`, `/healthz` and `/readyz` "
-        "are open to everybody, and the rest to whoever has a token.",
+        "are open to everybody, and the rest to clients with a token.",
     )
     port: Annotated[int, BeforeValidator(as_number), Field(ge=0, le=65535)] = Field(
         default=9475, description="The port; 0: a free one, which is said at start."

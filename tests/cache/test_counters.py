@@ -134,7 +134,7 @@ def test_a_damaged_record_is_refused_and_said(tmp_path: Path) -> None:
         assert sum(event.blocks for event in refused) == cache.counters.get("refused_records", check="damaged") > 0
         assert cache.flush(30)
         found = cache.check()
-        assert found, "what nobody asked for is still damaged"
+        assert found, "the block without a request is still damaged"
         assert all("checksum" in fault for fault in found)
 
 

@@ -97,7 +97,7 @@ def filled() -> tuple[Engine, list[bytes]]:
 def kept(cache: Any, engine: Engine) -> None:
     assert store(bind(cache), engine, TOKENS, list(range(10))).blocks == 10
     assert cache.flush(30)
-    quiet(cache)  # whoever writes beside has files that come and go
+    quiet(cache)  # a concurrent writer has files that come and go
 
 
 def test_nothing_of_a_payload_lies_there_and_all_of_it_comes_back(opened: Open, tier: str, tmp_path: Path) -> None:

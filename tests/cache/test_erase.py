@@ -63,7 +63,7 @@ def bind(cache: Any, tenant: str, cache_salt: str = "") -> Any:
 
 
 def kept(bound: Any) -> list[bytes]:
-    """Store ten blocks that nobody else has; their bytes."""
+    """Store ten blocks that no other request has; their bytes."""
     engine = Engine(FULL)
     engine.fill(next(_seeds), PAGES)
     assert store(bound, engine, TOKENS, PAGES).blocks == 10
@@ -77,7 +77,7 @@ def found(bound: Any) -> int:
 
 def lies(cache: Any, place: Path, blocks: list[bytes]) -> set[str]:
     """In which tiers a piece of one of these blocks lies, whatever says that it does."""
-    quiet(cache)  # whoever writes beside has files that come and go
+    quiet(cache)  # a concurrent writer has files that come and go
     client = empty(place).client
     media = {
         "host": b"".join(bytes(region.view) for region in cache.host.arena._regions()),

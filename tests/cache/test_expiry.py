@@ -163,7 +163,7 @@ def out_of_host(cache: Cache) -> None:
 
 
 def test_the_last_word_on_a_block_counts(opened: Any, clock: Clock) -> None:
-    """Also where only the drive has it, which nobody asks for its end."""
+    """Also where only the drive has it, which no caller asks for its end."""
     cache = opened("nvme")
     bound = bind(cache)
     kept(bound, 1, ttl_s=60)
@@ -331,7 +331,7 @@ def test_another_process_knows_it_too(opened: Any, clock: Clock, tier: str, encr
     cache.close()
     cache = opened(tier, encrypted=encrypted)
     assert load(bind(cache), Engine(FULL))[1] == []
-    if tier != "redis":  # a server goes by its own clock, which nobody turned
+    if tier != "redis":  # a server goes by its own clock, which the test does not turn
         assert found(bind(cache)) == 0
 
 

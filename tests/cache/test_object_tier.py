@@ -153,7 +153,7 @@ def test_a_store_that_is_emptied_is_a_miss(opened: Open, tmp_path: Path) -> None
     with bind(other).request() as r:
         assert settled(r).blocks == 10
         for cache in (one, other):
-            quiet(cache)  # nobody writes there meanwhile
+            quiet(cache)  # no cache writes there meanwhile
         shutil.rmtree(tmp_path / "objects")
         r.admit()
         transfer = r.load(10, engine.described, engine.ids(list(range(10))))

@@ -115,7 +115,7 @@ def test_a_choice_to_load_nothing_is_settled_and_regretted_once_its_tier_is_know
                 assert r.match(range(44)).blocks == 0
                 r.admit()
                 if i == 4:
-                    with bound.join("r4") as rank:  # whoever stores first settles it
+                    with bound.join("r4") as rank:  # the first store settles it
                         assert rank.store(pages(), [[0]], first_block=0).wait(30)
             assert 0.1 * (i + 1) <= counted("planned_seconds") < 0.15 * (i + 1)
         assert counted("plan_regret_seconds") == 0, "by what is known"
@@ -228,7 +228,7 @@ def test_a_prefix_with_a_window_is_taken_or_left_as_a_whole() -> None:
 
 
 def test_what_came_of_a_plan_is_counted_where_a_rank_loads_what_a_scheduler_found(tmp_path: Path) -> None:
-    """By a request of its own, which nobody admits; or by one that joins the scheduler's."""
+    """By a request of its own, which no scheduler admits; or by one that joins the scheduler's."""
     with closing(below(tmp_path)) as cache:
         bound = cache.namespace(LAYOUT, model="m", revision="r")
         bound.computed(40, 1.0)

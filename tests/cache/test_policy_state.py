@@ -1,4 +1,4 @@
-"""What a policy has learnt outlives its process: whole, or not at all; shares hold before an engine comes."""
+"""A policy's state outlives its process: whole, or not at all; shares hold before an engine comes."""
 
 from __future__ import annotations
 
@@ -185,17 +185,15 @@ def test_a_state_that_is_whole_but_of_another_make_is_ignored_and_counted(change
     index = Index(["host", "nvme"], POLICIES["hazard"]())
     cost_classes, counters = CostClasses(index, ["host", "nvme"], Quotas()), Counters()
     with TemporaryDirectory() as place:
-        learnt = PolicyState(
-            place, index, cost_classes, UsageLog(SystemClock()), counters, OsEnv(), lambda save: save()
-        )
-        learnt.save()
+        state = PolicyState(place, index, cost_classes, UsageLog(SystemClock()), counters, OsEnv(), lambda save: save())
+        state.save()
         head, _, rows = (Path(place) / FILE_NAME).read_bytes().split(b"\n", 2)[2].partition(b"\n")
         told = json.loads(head)
         assert told["kinds"] == []
         told = told if name == "rows" else {**told, name: value} if name else value
         body = json.dumps(told).encode() + b"\n" + (value if name == "rows" else rows)
         (Path(place) / FILE_NAME).write_bytes(FORMAT + sha256(body).hexdigest().encode() + b"\n" + body)
-        learnt.load()
+        state.load()
     states = counters.tree()["policy_states"]
     assert states in ({"written": 1, "foreign": 1}, {"written": 1, "read": 1})
     if "read" in states:

@@ -45,7 +45,7 @@ def opened(slabs: int, place: Path | None = None, os_env: OsEnv = INLINE) -> Cac
             "durability": "none",
         }
     host = {"capacity_bytes": slabs * EXTENT, "slab_bytes": EXTENT}
-    lru = {"policy": "lru"}  # whoever comes is taken in: this is about room, not about worth
+    lru = {"policy": "lru"}  # every block is admitted: this is about room, not about worth
     return Cache(load(host=host, nvme=nvme, evict=lru), os_env)
 
 
@@ -102,7 +102,7 @@ def test_a_store_into_a_full_tier_costs_the_same_whatever_the_tier_holds() -> No
 
 @pytest.mark.parametrize("drive", [False, True], ids=["host", "host+nvme"])
 def test_sizes_and_tenants_in_turns_for_long(drive: bool, tmp_path: Path, request: pytest.FixtureRequest) -> None:
-    """Whatever came before, whoever stores next finds room: the newest chain is always there, whole."""
+    """Whatever came before, the next store finds room: the newest chain is always there, whole."""
     turns = 4000 if request.config.getoption("--long") else 400
     rng = random.Random(drive)
     with closing(opened(6, tmp_path / "nvme" if drive else None)) as cache:

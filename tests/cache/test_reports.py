@@ -253,7 +253,7 @@ def test_a_block_that_one_rank_lost_is_no_hit_for_any() -> None:
 
 
 def test_a_failed_read_after_the_promise_is_told_block_by_block(tmp_path: Path) -> None:
-    """910, 953, 1770, 2106, 1835, 2865, 4600: fewer blocks came than were promised, and nobody said which."""
+    """910, 953, 1770, 2106, 1835, 2865, 4600: fewer blocks came than were promised, and no report said which."""
     cache = open_cache(tmp_path / "nvme")
     put(cache)
     assert cache.flush(30)

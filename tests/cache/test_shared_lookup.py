@@ -62,7 +62,7 @@ def opened(server: Server) -> Iterator[Open]:
 
 
 def settled(r: Any, tokens: Any = TOKENS) -> Any:
-    """The hit that stands once nobody is asked any more: as an engine polls, its step in between."""
+    """The hit that stands once no tier is asked any more: as an engine polls, its step in between."""
     hit = r.match(tokens)
     while hit.pending:
         threading.Event().wait(0.001)

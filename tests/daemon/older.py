@@ -15,7 +15,7 @@ def refuse(daemon: Daemon, peer: object) -> dict[str, object]:
 
 
 def hang(successor: object, cache: object) -> None:
-    """Nothing comes, and nobody hangs up before the process ends."""
+    """Nothing comes, and neither side hangs up before the process ends."""
 
 
 WHAT = {

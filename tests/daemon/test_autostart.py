@@ -1,4 +1,4 @@
-"""A daemon of one engine: found or started by whoever comes first, gone when the engine is."""
+"""A daemon of one engine: found or started by the first process, gone when the engine is."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_whoever_comes_first_starts_it_and_all_find_the_same(place: Path) -> Non
         assert one.stats()["tiers"]["host"]["capacity_bytes"] == 8 << 20
         daemon = os.pidfd_open(one.connection.pid)
     assert socket_path("engine") != socket_path("other")
-    assert ended(daemon), "it did not end by itself when nobody was connected"
+    assert ended(daemon), "it did not end by itself when no client was connected"
     assert not is_listening(socket_path("engine"))
 
 

@@ -19,7 +19,7 @@ def test_a_tenant_is_erased_while_clients_are_there(make_house: Callable[..., Ho
         for bound in (mine, other):
             store(bound, list(range(32)), 1)
         assert cache.flush(30)
-        (control,) = runtime.glob("*.sock")  # by its path: other caches of this machine are nobody's here to clear
+        (control,) = runtime.glob("*.sock")  # by its path: other caches of this machine are not this test's to clear
         command = [sys.executable, "-m", "kvcache.cli.main", "clear", "--tenant", "mine", "--address", str(control)]
         done = subprocess.run(command, env=house.environ, capture_output=True, text=True, timeout=120, check=False)
         assert done.returncode == 0, done.stderr

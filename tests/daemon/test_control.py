@@ -1,4 +1,4 @@
-"""The control socket: who finds it, what it answers, and that nobody who talks to it can hurt the cache."""
+"""The control socket: who finds it, what it answers, and that no client of it can hurt the cache."""
 
 from __future__ import annotations
 
@@ -280,7 +280,7 @@ def test_an_unknown_question_is_answered_with_those_there_are(path: Path, op: An
         connection.sendall(framed({"op": op}))
         answer = connection.recv(1 << 16)
     assert "info, stats, events, explain, check, scrub, bypass" in msgpack.unpackb(answer[4:])["error"]
-    assert len(answer) < 300  # the question is not given back whole
+    assert len(answer) < 300  # the question is not repeated whole
 
 
 @pytest.mark.parametrize(

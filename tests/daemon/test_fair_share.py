@@ -1,4 +1,4 @@
-"""What tenants may have of something that there is only so much of, and connections that are nobody's yet."""
+"""What tenants may have of something that there is only so much of, and connections that have not authenticated."""
 
 from __future__ import annotations
 
@@ -34,30 +34,30 @@ Make = Callable[..., Within]
 def test_each_has_its_share_whatever_the_others_do_and_all_together_no_more_than_there_is(
     capacity: int, tenants: int, steps: list[tuple[int, bool]]
 ) -> None:
-    allotment, used = FairShare(capacity, lambda: tenants), Counter[str]()
+    fair_share, used = FairShare(capacity, lambda: tenants), Counter[str]()
     for number, takes in steps:
         name = str(number % tenants)
         if takes:
             had = used[name]
-            got = allotment.acquire(name)
+            got = fair_share.acquire(name)
             used[name] += got
-            assert got or had >= allotment.share, "it was refused what is its own"
+            assert got or had >= fair_share.share, "it was refused what is its own"
         elif used[name]:
-            allotment.release(name)
+            fair_share.release(name)
             used[name] -= 1
         assert used.total() <= capacity
-        assert allotment.used(name) == used[name]
+        assert fair_share.used(name) == used[name]
 
 
 @given(capacity=st.integers(0, 60), tenants=st.integers(1, 5))
 def test_one_alone_has_all_but_the_shares_of_the_others(capacity: int, tenants: int) -> None:
-    allotment = FairShare(capacity, lambda: tenants)
+    fair_share = FairShare(capacity, lambda: tenants)
     got = 0
-    while allotment.acquire("greedy"):
+    while fair_share.acquire("greedy"):
         got += 1
-    assert got == capacity - allotment.share * (tenants - 1)
+    assert got == capacity - fair_share.share * (tenants - 1)
     for other in range(tenants - 1):
-        assert sum(allotment.acquire(str(other)) for _ in range(allotment.share)) == allotment.share
+        assert sum(fair_share.acquire(str(other)) for _ in range(fair_share.share)) == fair_share.share
 
 
 class Origin(Connection):
@@ -81,26 +81,26 @@ def loop() -> Iterator[asyncio.AbstractEventLoop]:
 
 
 def test_whoever_connects_without_end_pushes_out_itself(loop: asyncio.AbstractEventLoop) -> None:
-    hall, gone = PendingConnections(loop), list[Connection]()
+    pending, gone = PendingConnections(loop), list[Connection]()
 
     def left(peer: Connection) -> None:
-        hall.remove(peer)
+        pending.remove(peer)
         gone.append(peer)
 
     def come(where: str) -> Origin:
         peer = Origin(loop, where, left)
-        hall.add(peer)
+        pending.add(peer)
         return peer
 
     honest = [come("10.0.0.1"), come("10.0.0.2")]
     flood = [come("10.6.6.6") for _ in range(4 * MAX_PENDING_CONNECTIONS)]
-    assert len(hall) == MAX_PENDING_CONNECTIONS
+    assert len(pending) == MAX_PENDING_CONNECTIONS
     assert all(peer.open for peer in honest)
     assert gone == flood[: len(gone)], "the first of the crowd goes first"
     for peer in (*honest, *flood):
         peer.close()
         peer.theirs.close()
-    assert len(hall) == 0
+    assert len(pending) == 0
 
 
 def test_where_an_address_of_version_6_comes_from_is_its_network() -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from kvcache.cache.api import FlushReport, TierFlush
 from kvcache.daemon.protocol import describe_report, read_report
-from kvcache.daemon.server import slot_lease as lender
+from kvcache.daemon.server import slot_lease
 from kvcache.errors import KVCacheError
 from kvcache.tier.tier import Outcome, Ticket
 from tests.daemon.house import bound_to, store

@@ -23,7 +23,7 @@ from kvcache.daemon.wire import Wire
 from kvcache.errors import KVCacheError
 from tests.daemon.house import LAYOUT, House, bound_to, load, store
 
-SECRET = b"what nobody else may see"
+SECRET = b"what no other may see"
 A_CONNECTION, A_BURST = 2000, 50
 """Frames."""
 GROWTH_BYTES = 160 << 20

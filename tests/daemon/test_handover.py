@@ -43,7 +43,7 @@ wire.send({{"op": "hello", "version": {PROTOCOL_VERSION}, "role": "heir"}})
 print(wire.receive(30)[0])
 take_over(Path(sys.argv[1]))
 """
-"""Asks to be the heir, as whoever: first without a look at who is there."""
+"""Asks to be the heir, as any user: first without a look at who is there."""
 
 
 def tiers(bound: Any, tokens: list[int]) -> dict[str, int]:
@@ -109,7 +109,7 @@ def test_where_nobody_listens_it_simply_begins(make_house: Make) -> None:
         expected = store(bound_to(cache), PROMPT, 1)
         assert load(bound_to(cache), PROMPT) == expected
     again = house.successor().run()
-    assert again.returncode != 0, "without the word nobody is replaced"
+    assert again.returncode != 0, "without the word no daemon is replaced"
     assert "serves it" in again.stderr
 
 

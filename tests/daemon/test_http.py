@@ -103,7 +103,7 @@ def test_explain_says_why_and_never_what(site: TestClient) -> None:
         assert story["reason"] in {"cold", "diverged"}
         assert not {"ids", "before", "ours", "theirs"} & set(story)
     assert asked[2].json()["stories"][0]["found_blocks"] == 8
-    assert site.get("/api/explain?request=nobody").json()["stories"] == []
+    assert site.get("/api/explain?request=unknown").json()["stories"] == []
 
 
 @pytest.mark.parametrize(

@@ -130,7 +130,7 @@ def test_a_killed_daemon_costs_misses_and_what_was_durable_is_there(
                 worker.wait_turns(rng.randrange(3))
             house.kill()
             for worker in workers:
-                worker.wait_turns(3)  # with nobody there: it goes on
+                worker.wait_turns(3)  # without a daemon: it goes on
             house.start()
             reached(cache)
             with house.open() as other:

@@ -1,4 +1,4 @@
-"""What is lent: a reader that is too slow is told by the generation, a writer that is too slow harms nobody."""
+"""What is lent: a reader that is too slow is told by the generation, a writer that is too slow harms no other."""
 
 from __future__ import annotations
 
@@ -133,11 +133,11 @@ def test_a_lease_does_not_end_while_its_request_waits(within: Within) -> None:
 
 
 def test_memory_that_is_no_more_is_unmapped_and_no_other_tenant_s(within: Within) -> None:
-    cache = within.open(threads=1)  # each connection is told of extents by itself: there is one
+    cache = within.open(threads=1)  # each connection receives extents by itself: there is one
     one, two = bound_to(cache, tenant="one"), bound_to(cache, tenant="two")
     store(one, list(range(64)), 1)
     (first,) = cache.connection.mappings.numbers
-    for turn in range(200):  # until the first tenant's extent is emptied, and its memory given back
+    for turn in range(200):  # until the first tenant's extent is emptied, and its memory released
         store(two, [4000 + turn, *range(63)], turn)
         if {slab.tenant for slab in within.cache.host.arena.slabs()} == {"two"}:
             break

@@ -1,4 +1,4 @@
-"""Namespaces that clients bind: how many, and that they are let go of."""
+"""Namespaces that clients bind: how many, and that they are released."""
 
 from __future__ import annotations
 
@@ -246,7 +246,7 @@ def test_what_an_open_request_is_of_stays_bound(within: Within) -> None:
         (session,) = within.daemon.sessions
         (mine,) = session._bound_of.values()
         assert mine not in [bound for bound, _ in session._bound.values()]
-        assert len(within.cache.bounds) < 24, "others were let go of"
+        assert len(within.cache.bounds) < 24, "others were released"
         assert mine in within.cache.bounds
     until(lambda: mine in within.daemon._namespace_registry._idle)
 
@@ -256,7 +256,7 @@ def test_what_is_bound_and_stored_to_while_it_is_looked_stays_its_tenants(
 ) -> None:
     cache, index = within.cache, within.cache.index
     bound = bound_to(cache, tenant="late")
-    quiet(cache)  # whoever counts looks at the same places
+    quiet(cache)  # the counting thread looks at the same places
     seen = index.places
 
     def places(tier: str) -> dict[bytes, int]:

@@ -1,4 +1,4 @@
-"""A flush waits for what clients have begun to store, whoever asks for it, and for nobody who is gone."""
+"""A flush waits for what clients have begun to store, for every requester, and never for a client that is gone."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def hold() -> Iterator[Hold]:
 
 
 def begin(bound: Any, tokens: list[int] = TOKENS, seed: int = 1) -> tuple[Any, list[bytes]]:
-    """A store that nobody waits for, its request closed at once, as engines do; and the blocks' bytes."""
+    """A store without a waiter, its request closed at once, as engines do; and the blocks' bytes."""
     engine = Engine(LAYOUT)
     engine.fill(seed, PAGES)
     with bound.request() as r:
@@ -176,7 +176,7 @@ def test_what_one_client_can_keep_others_waiting_with_is_bounded(within: Within)
     for number in range(MAX_PENDING_STORES + 10):
         cache.connection.post("storing", store=number)
     assert not done(other)
-    cache.connection.post("stored", store=1 << 40)  # of which nobody has heard
+    cache.connection.post("stored", store=1 << 40)  # a number that was never announced
     for number in range(MAX_PENDING_STORES - 1):
         cache.connection.post("stored", store=number)
     assert not done(other)

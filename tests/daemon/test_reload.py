@@ -58,7 +58,7 @@ def test_tenants_come_and_go_without_a_restart(make_house: Callable[..., House])
             hang_up(house, "settings were read again")
             assert load(bound_to(other), list(range(16))) == expected
         with bound_to(cache).request() as r:
-            assert r.match(list(range(16))).reason == "unreachable", "the first token lets in nobody any more"
+            assert r.match(list(range(16))).reason == "unreachable", "the first token admits no client any more"
         tenants.write_text("nonsense")
         hang_up(house, "not read again")
         with opened(house, second) as other:
@@ -135,7 +135,7 @@ def test_nothing_sensitive_is_logged(make_house: Callable[..., House]) -> None:
                     load(bound, ids)
                     with pytest.raises(KVCacheError):
                         bound_to(cache, tenant="other", cache_salt=salt)
-                    with bound.request() as r:  # what nobody has, so that the reason is worked out
+                    with bound.request() as r:  # blocks that are not cached, so that the reason is worked out
                         r.match([*ids[:16], *reversed(ids)])
                         r.admit()
                     assert cache.flush(60)

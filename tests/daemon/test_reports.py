@@ -12,7 +12,7 @@ By its issue there: what was seen, and which test here. Those without a test of 
     1030, 1339    a buffer that is too small is asked for for ever                              here
     1938, 1326    slower than without a cache where nothing is reused                           vllm_overhead.py
     kivi          a codec that is not there stores without a word                               tests/codec
-    1109, 2334    nobody can tell whether it works                                              kvcache doctor, ps
+    1109, 2334    users cannot tell whether it works                                              kvcache doctor, ps
     4691, 4137    a lease ends while its request waits, locks of lookups leak                   test_leases, here
     1379, 1467    ranks find different numbers of blocks after an eviction on one of them       here
 """
@@ -63,7 +63,7 @@ def test_a_restart_between_two_questions_is_no_fault_of_anybody(make_house: Make
             r.admit()
             house.kill()
             house.start()
-            assert r.match().blocks == 4, "the new daemon was not told of an open request"
+            assert r.match().blocks == 4, "the new daemon does not know an open request"
             transfer = r.load(4, engine.described, engine.ids([0, 1, 2, 3]))
             assert transfer.wait(60)
             assert [engine.block(i) for i in range(transfer.blocks)] == expected

@@ -264,7 +264,7 @@ def test_garbage_ends_its_own_connection_and_no_other(standing: House, sent: byt
         if b"guess" not in sent:  # which is a question, and answered
             assert ended(stranger)
         stranger.close()
-        assert load(bound_to(cache), list(range(900, 908))) == [], "which nobody stores"
+        assert load(bound_to(cache), list(range(900, 908))) == [], "which no client stores"
         assert "unreachable" not in cache.stats()
 
 

@@ -60,7 +60,7 @@ def reach(within: Within, authority: Authority, token: str = "", **more: Any) ->
 
 
 class TestStart:
-    """What would let in whoever reaches it does not begin."""
+    """A daemon that would admit every client that reaches it does not start."""
 
     def settings(self, tmp_path: Path, **more: Any) -> Any:
         return load_settings(
@@ -77,9 +77,9 @@ class TestStart:
 
     def test_without_tokens_and_certificates_it_is_refused(self, tmp_path: Path, authority: Authority) -> None:
         given = {"listen": "0.0.0.0:0", "tls_cert_file": authority.sign("d")}
-        nobody = written(tmp_path / "nobody", acme={"users": [1]})
-        for more in ({}, {"tenants_file": nobody}):
-            with pytest.raises(ConfigError, match="whoever reaches it"):
+        untokened = written(tmp_path / "untokened", acme={"users": [1]})
+        for more in ({}, {"tenants_file": untokened}):
+            with pytest.raises(ConfigError, match="every client that reaches it"):
                 self.port(self.settings(tmp_path, **given, **more))
         named = written(tmp_path / "named", acme={"certificates": ["acme"]})
         with pytest.raises(ConfigError, match="nobody is asked for"):
@@ -313,7 +313,7 @@ class TestBytes:
 
 
 def test_a_client_that_is_gone_leaves_nothing(loopback: Within) -> None:
-    """It hangs up in the middle of a store: what it was asked for is nobody's again."""
+    """It hangs up in the middle of a store: its slots are free again."""
     cache = loopback.reach()
     bound = bound_to(cache)
     with bound.request() as r:

@@ -151,7 +151,7 @@ class Turning:
 class UnrulyCache(NaiveCache):
     """Late lookups, loads and stores, and blocks that turn out to be missing or damaged: by one seed.
 
-    Whoever asks whether a transfer is done makes time pass for all of them. While `hang` is "load" or "store", new
+    Each question whether a transfer is done makes time pass for all of them. While `hang` is "load" or "store", new
     ones of that kind do nothing at all until `release`.
     """
 

@@ -130,7 +130,7 @@ def test_preempted_when_pages_run_out_and_still_right() -> None:
     results = e.generate(prompts, SamplingParams(max_tokens=20, ignore_eos=True))
     assert [r.token_ids for r in results] == [_answer_on(p, 20) for p in prompts]
     assert sum(r.preemptions for r in results) > 0
-    assert results[0].preemptions == 0, "the first arrival gives way to nobody"
+    assert results[0].preemptions == 0, "the first arrival is never preempted"
     assert e.check() == []
 
 

@@ -238,7 +238,7 @@ def test_a_client_that_goes_away_is_computed_for_no_longer(
     forward = engine.model.forward
 
     def watched(*given: Any) -> Any:
-        """Computes the second step once nobody waits for it any more."""
+        """Computes the second step once no client waits for it any more."""
         assert not begun.is_set() or gone.wait(30)
         begun.set()
         return forward(*given)

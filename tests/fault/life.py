@@ -30,7 +30,7 @@ SIZES = [1, 5_000, 12_000, 40_000]
 DONE, NOT_FOUND = Outcome.DONE, Outcome.NOT_FOUND
 BLOCKS = [*chain(14), *chain(8, seed=1), *chain(6, of=1), *chain(4, group=1)]
 TWINS = {a: replace(a, signature=a.key + bytes(16)) for a in BLOCKS[:3]}
-"""Other blocks under the same key, as an attacker may make them: whoever comes first has the key."""
+"""Other blocks under the same key, as an attacker may make them: the first to arrive has the key."""
 BLOCKS += TWINS.values()
 TWINS |= {twin: address for address, twin in TWINS.items()}
 NOISE = b"\xee" * (64 * KIB)
@@ -294,7 +294,7 @@ class Life:
             self.there[address] = there
 
     def gone(self, address: Address) -> None:
-        """A block is not there any more, and nobody removed it."""
+        """A block is not there any more, and no caller removed it."""
         assert self.troubled, f"{self}: a block is gone"
         assert address not in self.safe or self.fault in {"flips", "short reads"}, f"{self}: a promised block is gone"
         self.there[address] = None

@@ -66,7 +66,7 @@ class Scheduler:
         self.seconds += self.chance.random() * 0.01
         able = [task for task, ready in self._tasks.items() if ready is None or ready()]
         if not able:
-            assert self._tasks, "everything waits, and nobody is there to wait for"
+            assert self._tasks, "everything waits, and no task is there to wait for"
             self.seconds += 1.0  # somebody waits for time to pass, or for ever
             assert self.seconds < 1e6, "every task waits for another"
             return

@@ -101,7 +101,7 @@ def read_journal(data: bytes) -> None:
     found = read_frames(bytearray(data), header.sequence, 7)
     entries = b"".join(found.entries)
     assert any(whole.startswith(entries) for whole in (b"".join(ENTRIES), b"".join(ENTRIES[4:]))), (
-        "entries nobody wrote"
+        "entries that were never written"
     )
     assert found.sequence == 5 + len(entries) // ENTRY_BYTES
 

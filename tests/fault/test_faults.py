@@ -62,7 +62,7 @@ def test_any_errno(kind: str, number: int) -> None:
 
 @pytest.mark.parametrize("power_cut", [False, True])
 def test_a_crash_at_every_step(power_cut: bool) -> None:
-    """Of one run that makes, fills, empties and gives back segments, and compacts."""
+    """Of one run that makes, fills, empties and releases segments, and compacts."""
     length = 0
     while True:
         length += 1

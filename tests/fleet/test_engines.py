@@ -131,7 +131,7 @@ def answers(node: Node, path: str) -> tuple[int, Any]:
 
 @pytest.fixture(scope="module")
 def booted(nodes: list[Node], server: Server) -> tuple[int, list[int]]:
-    """How many blocks the server has, and how many each node stored, when all are ready and nobody has asked yet."""
+    """How many blocks the server has, and how many each node stored, when all are ready and no request has come yet."""
     for node in nodes:
         until(lambda node=node: answers(node, "/readyz") == (200, {"ready": True}), "it is ready", 120)
     return len(server.client.keys("kvcache:k1*:0:*")), [stored(node) for node in nodes]

@@ -1,4 +1,4 @@
-"""Leases in a real server: one holder at a time, none for ever, and nobody speaks for the one after him."""
+"""Leases in a real server: one holder at a time, none for ever, and no holder speaks for the next one."""
 
 from __future__ import annotations
 

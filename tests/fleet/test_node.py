@@ -48,7 +48,7 @@ def near(cache: Any, bound: Any, tokens: list[int]) -> int:
 
 
 def heated(server: Server, *uses: int) -> None:
-    """Wait until the fleet was told of chains that were used so often: all of it, since a part would look alike."""
+    """Wait until the fleet has received chains that were used so often: all of it, since a part would look alike."""
 
     def told() -> list[int]:
         found = [server.client.zrange(key, 0, -1, withscores=True) for key in server.client.keys("*:heat")]

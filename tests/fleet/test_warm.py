@@ -1,4 +1,4 @@
-"""Warming up: computed once in the fleet, whoever dies, sleeps or is not there; and never in the way."""
+"""Warming up: computed once in the fleet, whichever node dies, sleeps or is absent; and never in the way."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_three_nodes_compute_each_prompt_once(boards: Callable[[], Coordination]
 
 
 def test_a_node_that_dies_is_replaced(boards: Callable[[], Coordination]) -> None:
-    """Its lease goes by itself, since nobody renews it."""
+    """Its lease goes by itself, since no node renews it."""
     dead = PromptLease(boards(), PROMPTS[2].digest("m"), lease_s=0.05)
     assert dead.acquire() is LeaseResult.ACQUIRED
     fleet = Fleet()

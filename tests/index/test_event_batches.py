@@ -107,7 +107,7 @@ def owner(namespace: bytes) -> str:
 def test_a_tenant_s_numbers_are_those_of_its_own_changes(
     given_: list[tuple[bytes, int]], every: int, kept: int
 ) -> None:
-    """As if nobody else was there; and one that has no more than half loses nothing to another."""
+    """As if no other tenant was there; and one that has no more than half loses nothing to another."""
     both, alone = ring(kept), ring(1 << 20)
     both.tenant = alone.tenant = owner
     told, truth = (changes.since(None, [], "1") for changes in (both, alone))

@@ -83,7 +83,7 @@ class IndexMachine(RuleBasedStateMachine):
         self.held: list[BlockRun] = []
 
     def forget(self) -> None:
-        """A record that nobody has and nobody holds is forgotten, its uses with it."""
+        """A record that no tier has and no request holds is forgotten, its uses with it."""
         for name in list(self.known):
             if not any(name in tier for tier in self.resident) and not self.known[name].holds:
                 if any(self.known[n].parent == name for tier in self.resident for n in tier):

@@ -46,7 +46,7 @@ def live(index: Any, policy: Policy, trace: Trace, capacity: int, first: int, en
 
 
 def restarted(index: Any, other: Any, trace: Trace, most: int = 1 << 20) -> None:
-    """As a cache does: what was kept, then what is still there, parents first, then what was learnt."""
+    """As a cache does: what was kept, then what is still there, parents first, then the policy's state."""
     waited = evidence_of(index)
     other.remember(index.kept(most))
     known = evidence_of(other).waiting

@@ -1,4 +1,4 @@
-"""Random lives of requests against a plain model: what a block of these tokens must contain, whoever stored it.
+"""Random lives of requests against a plain model: what a block of these tokens must contain, from any request.
 
 A block's bytes follow from the prefix, as they do in a real engine, so any load that says DONE can be checked. The
 cache is small, so that stores drop, victims leave and records come back from the drive. Ends with nothing held, a
@@ -79,7 +79,7 @@ class CacheMachine(RuleBasedStateMachine):
         hit = r.match(tokens)
         assert hit.blocks <= length // 4
         for i in range(hit.blocks):
-            assert (space, tuple(tokens[: 4 * i + 4])) in self.stored, "found what nobody stored"
+            assert (space, tuple(tokens[: 4 * i + 4])) in self.stored, "found what was never stored"
         self.requests.append((r, space, tokens, hit))
 
     @rule(data=st.data(), admit=st.booleans(), more=st.integers(0, 2))

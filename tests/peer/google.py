@@ -1,5 +1,5 @@
 """Google's object store as fake-gcs-server plays it, behind a gate that plays what it does not: uploads by the XML
-interface go on as those by JSON, one in parts when it is complete, a copy as what was read; and nobody is let in but
+interface go on as those by JSON, one in parts when it is complete, a copy as what was read; and no client is let in but
 whom the key of a service account signed for."""
 
 from __future__ import annotations

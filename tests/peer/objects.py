@@ -1,4 +1,4 @@
-"""Real servers that speak S3, started on loopback and ended by whoever started them; and a gate before one that
+"""Real servers that speak S3, started on loopback and ended by their starter; and a gate before one that
 refuses, hangs, cuts or lies when told."""
 
 from __future__ import annotations

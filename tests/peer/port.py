@@ -14,7 +14,7 @@ _given: set[int] = set()
 
 
 def free_port() -> int:
-    """One that nobody uses now, that was not given before, and that the system gives to no connection.
+    """One that no process uses now, that was not given before, and that the system gives to no connection.
 
     A port below those of outgoing connections: between this call and the server's start, any client of the machine
     may get one of those, and the server then ends at once.

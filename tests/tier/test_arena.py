@@ -1,4 +1,4 @@
-"""Extents and slots: one size and one tenant an extent, given back when empty, never two owners of a slot."""
+"""Extents and slots: one size and one tenant an extent, released when empty, never two owners of a slot."""
 
 from __future__ import annotations
 

@@ -124,7 +124,7 @@ def test_the_catalogue_spares_the_next_process(
     first, later = opened(), opened()
     assert first.contains([each[1] for each in blocks]) == (DONE,) * 12
     (copy,) = [path for path in objects(tmp_path) if path.name == "catalogue"]
-    for path in {*objects(tmp_path)} - {copy}:  # whoever reads a table now finds none
+    for path in {*objects(tmp_path)} - {copy}:  # a reader of a table now finds none
         stat = path.stat()
         with path.open("r+b") as file:
             file.write(b"none")

@@ -1,4 +1,4 @@
-"""What a process learns from a store's listing: page by page, as far as it has room, and nobody waits for all of it."""
+"""What a process learns from a store's listing: page by page, as far as it has room, and no caller waits for all."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_pages_that_came_stay_where_a_later_one_does_not(
 
     monkeypatch.setattr(tier._bucket, "pages", some)
     monkeypatch.setattr(tier._bucket, "heads", counted)
-    assert tier.contains(tails(chains)) == (Outcome.TIMED_OUT,) * 6  # nobody says absent of what it was not told
+    assert tier.contains(tails(chains)) == (Outcome.TIMED_OUT,) * 6  # an unlisted block is not reported absent
     assert len(tier._manifest.packs(chains[0][0].namespace)) == 4
     come[0] = 99
     assert tier.contains(tails(chains)) == (DONE,) * 6
@@ -182,7 +182,7 @@ def test_a_pack_that_somebody_copied_elsewhere_is_none(
     other = chain(4, seed=1)
     assert write(tier, other) == (DONE,) * 4  # makes room
     assert intact(tier, other)
-    assert write(tier, [wrong]) == (DONE,)  # in its place, where nobody could read
+    assert write(tier, [wrong]) == (DONE,)  # in its place, where no reader could read
     assert intact(opened(), [wrong])
 
 
@@ -231,7 +231,7 @@ def test_one_pack_of_more_rows_than_are_remembered_pushes_out_nobody(
 def test_who_asks_for_more_than_is_remembered_comes_to_an_end(
     opened: OpenObjects, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What is learnt of one pack pushes out another that was asked for as well."""
+    """A pack's new entries push out another that was asked for as well."""
     chains = [chain(4, seed=seed) for seed in range(3)]
     writer = opened()
     for each in chains:

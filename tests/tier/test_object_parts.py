@@ -43,7 +43,7 @@ def test_a_large_record_goes_in_parts(
 def test_a_move_that_is_late_leaves_one_pack(
     opened: OpenObjects, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, made: str
 ) -> None:
-    """Wherever it stopped, and whoever was there before."""
+    """Wherever it stopped, and whatever was there before."""
     monkeypatch.setattr("kvcache.tier.object.store.MULTIPART_BYTES", 6 * MIB)
     tier, other, blocks = opened(pack_bytes=5 * MIB), opened(), chain(1)
     assert other.contains(blocks) == (NOT_FOUND,)

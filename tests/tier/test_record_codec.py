@@ -1,4 +1,4 @@
-"""A tier with a codec: what goes down encoded comes up decoded, and nobody meets a loss that he did not choose."""
+"""A tier with a codec: what goes down encoded comes up decoded, and no client meets a loss that it did not choose."""
 
 from __future__ import annotations
 

@@ -150,7 +150,7 @@ def test_slots_move_while_they_are_read_and_written(cluster: Cluster, tier: Redi
 
 
 def test_a_key_on_its_way_is_found_where_it_is(cluster: Cluster, tier: RedisTier) -> None:
-    """The old owner says ASK, the new one would say MOVED to whoever does not: each verb."""
+    """The old owner says ASK, the new one would say MOVED to a client that does not: each verb."""
     blocks = chain(30)
     write(tier, blocks)
     name = NAMES.record(blocks[7])
@@ -191,7 +191,7 @@ def test_keys_that_have_moved_are_found_at_once(cluster: Cluster, tier: RedisTie
 
 
 def test_a_long_record_on_its_way(cluster: Cluster, tier: RedisTier) -> None:
-    """Its parts lie in one slot, so they are on their way together: read, written and removed where they go."""
+    """Its parts lie in one slot, so they migrate together: read, written and removed where they go."""
     (address,) = chain(1, seed=3)
     slot, source = key_slot(NAMES.record(address)), cluster.owner(NAMES.record(address))
     target = next(node for node in cluster.nodes if node is not source)
@@ -212,7 +212,7 @@ def test_a_long_record_on_its_way(cluster: Cluster, tier: RedisTier) -> None:
 
 
 def test_a_part_that_is_elsewhere_costs_the_record_nothing(cluster: Cluster, tier: RedisTier) -> None:
-    """The first part still here, the others on their way: a miss, and whole again when all have arrived."""
+    """The first part still here, the others migrating: a miss, and whole again when all have arrived."""
     (address,) = chain(1, seed=3)
     name = NAMES.record(address)
     slot, source = key_slot(name), cluster.owner(name)

@@ -131,7 +131,7 @@ def test_a_flipped_bit_anywhere_is_a_miss_and_its_slot_is_not_used_again(store: 
     blocks = chain(200)
     write(tier, blocks)
     chance = random.Random(7)
-    held = 136 + 6 + 32 + 6 + 8  # of the header: what is behind is padding, which nobody reads
+    held = 136 + 6 + 32 + 6 + 8  # of the header: what is behind is padding, which no reader reads
     for address in blocks:
         path, offset = place(tmp_path, tier, address)
         inside = chance.choice([chance.randrange(held), 4096 + chance.randrange(12_000)])
@@ -139,7 +139,7 @@ def test_a_flipped_bit_anywhere_is_a_miss_and_its_slot_is_not_used_again(store: 
         change(path, offset + inside, lambda byte, bit=bit: byte ^ bit)  # type: ignore[misc]
         outcome = read(tier, address)
         assert outcome in {DAMAGED, Outcome.INCOMPATIBLE, NOT_FOUND}, f"bit {bit} of byte {inside}"
-        spaces = tier._store.catalog.allocator.segments  # a segment of bad slots alone is given back
+        spaces = tier._store.catalog.allocator.segments  # a segment of bad slots alone is released
         segment = spaces.get(int(path.name.split("-")[1]))
         if outcome is DAMAGED and segment is not None:
             assert offset // segment.slot_bytes not in segment.free

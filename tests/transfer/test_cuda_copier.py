@@ -255,7 +255,7 @@ class TestOrder:
 
 @pytest.mark.parametrize("seed", range(4))
 def test_a_copy_that_fails_half_way_has_ended(seed: int) -> None:
-    """The caller gives its buffers to others at once: nothing may still be on its way to them."""
+    """The caller gives its buffers to others at once: nothing may still be copied to them."""
 
     class Failing(LazyHostDevice):
         def launch(self, launch: Any, stream: int) -> None:

@@ -101,7 +101,7 @@ def prune(cache: Cache, arguments: dict[Any, Any]) -> dict[str, Any]:
     """
     unused_s, dry_run = arguments.get("unused_s"), bool(arguments.get("dry_run"))
     if not isinstance(unused_s, (int, float)) or isinstance(unused_s, bool) or not unused_s > 0:
-        raise ConfigError(f"unused_s = {unused_s!r:.40}: expected for how long nobody used it, in seconds")
+        raise ConfigError(f"unused_s = {unused_s!r:.40}: expected for how long it was unused, in seconds")
     tiers = [tier for tier in (cache.tier_manager.host, *cache.lower_tiers) if not tier.shared]
     names = {tier.name for tier in tiers}
     uses, now = cache.tier_manager.usage_log, cache.tier_manager.os_env.clock.wall()
@@ -266,7 +266,7 @@ class ControlServer:
                 arguments = receive_message(connection, max_bytes=MAX_REQUEST_BYTES, timeout_s=CLIENT_TIMEOUT_S)
                 send_message(connection, self._answer(arguments), max_bytes=MAX_REPLY_BYTES, timeout_s=CLIENT_TIMEOUT_S)
             except FrameError as error:
-                _log.debug("no question, or nobody to take the answer: %s", error)
+                _log.debug("no question, or no client to take the answer: %s", error)
             finally:
                 self._free.release()
 

@@ -178,8 +178,8 @@ class Report:
         last = min(MAX_EVENTS, MAX_EVENTS if count is None else _count(count))
         found = self._cache.events.last(last, None if self._tenant is None else self._owned)
         hidden = {"evicted", "dropped"} if self._tenant is not None else set()
-        nobody = RequestContext()._asdict()
-        return [asdict(event) | (nobody if event.kind in hidden else {}) for event in found]
+        anonymous = RequestContext()._asdict()
+        return [asdict(event) | (anonymous if event.kind in hidden else {}) for event in found]
 
     def explain(self, question: Mapping[str, Any]) -> list[dict[str, Any]]:
         """Explain misses as the control socket's `explain`. To a tenant, another tenant's blocks were never stored."""

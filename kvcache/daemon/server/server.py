@@ -188,7 +188,7 @@ class Daemon:
         """Return why no engine should be sent here now, as `/readyz` reports it; "" where the daemon is ready."""
         if self._ending or not self._serving:
             return "ending" if self._ending else "starting"
-        return "" if self.cache.ready() else "prefixes of warm.* are still on their way here"
+        return "" if self.cache.ready() else "prefixes of warm.* are still being loaded here"
 
     def reload(self) -> None:
         """Reload as at SIGHUP. Thread safety: any thread."""

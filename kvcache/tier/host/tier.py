@@ -383,7 +383,7 @@ class HostTier(TierDefaults):
                 if self._records.get(held.address.name) is not held:
                     continue
                 if held.slot.slab.slots.get(held.slot.i) is not held.slot:
-                    faults.append(f"host: {held.address.name.hex()} stands in a slot that was given back")
+                    faults.append(f"host: {held.address.name.hex()} stands in a slot that was released")
                     continue
                 self.arena.acquire(held.slot)
             try:

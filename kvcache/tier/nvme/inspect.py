@@ -208,7 +208,7 @@ def _audit_files(catalog: Catalog) -> list[str]:
     faults = [f"nvme: segment {number} has no file" for number in sorted(missing)]
     strangers = existing - catalog.allocator.segments.keys() - catalog.files.orphan_files.keys()
     if strangers:
-        faults.append(f"nvme: files of segments that nobody knows: {sorted(strangers)[:8]}")
+        faults.append(f"nvme: files of segments that the catalog does not list: {sorted(strangers)[:8]}")
     return faults
 
 

@@ -23,7 +23,7 @@ class Clock:
     seconds = 0.0
 
     def __call__(self) -> float:
-        self.seconds += 0.001  # whoever waits makes time pass
+        self.seconds += 0.001  # each wait makes time pass
         return self.seconds
 
 

@@ -83,7 +83,7 @@ def test_answers_are_contiguous_and_heads_come_first(tmp_path: Path) -> None:
     store = pool_store(cache, host)
     assert store.store(keys[:3], range(3), []) == [True] * 3
     assert store.store(keys[6:8], range(6, 8), keys[:6]) == [False] * 2, "a tail without its head would never be found"
-    assert store.store(keys[6:8], range(6, 8)) == [True] * 2, "unless nobody knows that it has none"
+    assert store.store(keys[6:8], range(6, 8)) == [True] * 2, "unless the caller does not say that it has none"
     assert store.match_prefix(keys, []) == 3
     assert store.match_prefix(keys[6:], keys[:6]) == 2
     assert store.match_prefix(keys[3:], keys[:3]) == 0

@@ -106,7 +106,7 @@ def output(asked: Any = None, ids: Sequence[int] = (), computed: int = 0, *, end
 
 
 def store_three(scheduling: Any, working: Any, asked: Any) -> None:
-    """A request computes three blocks that nobody has, and both sides store them."""
+    """A request computes three blocks that are not cached, and both sides store them."""
     assert scheduling.match_tokens(asked, 0) == (0, False)
     scheduling.on_allocated(asked, blocks([1, 2, 3]), 0)
     message = scheduling.build_metadata(output(asked, [1, 2, 3]))

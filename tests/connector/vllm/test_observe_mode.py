@@ -52,7 +52,7 @@ def test_what_would_have_been_saved_is_computing_less_loading(
     trial, digests, block_bytes = ObserveMode(10**9), [bytes([i]) * 32 for i in range(blocks)], 4 * 1000
     trial.record_store(WHO, digests[:there], block_bytes)
     trial.lookup(WHO, digests, 4, block_bytes, 4 * blocks + tail)
-    assert "saved_seconds" not in trial.stats()["counters"], "how fast this engine is, nobody has told"
+    assert "saved_seconds" not in trial.stats()["counters"], "the engine's speed is not known yet"
     for _ in range(40):
         for tokens in (1, 20, 80):
             trial.computed(tokens, tokens * token_s)

@@ -1,4 +1,4 @@
-"""What vLLM's own metrics are told of ours: each count once, whatever the daemon behind it does meanwhile."""
+"""vLLM's own metrics count each event of the connector once, whatever the daemon behind it does meanwhile."""
 
 from __future__ import annotations
 

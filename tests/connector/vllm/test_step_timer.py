@@ -1,4 +1,4 @@
-"""What the plan is told of an engine's steps, and where a hit came from."""
+"""The step times that the plan receives, and where a hit came from."""
 
 from __future__ import annotations
 

@@ -117,7 +117,7 @@ def test_the_linker(method: str, way: str, sabotage: Sabotage, tmp_path: Path) -
 
 
 def test_a_reset_forgets_what_cannot_be_stored(sabotage: Sabotage, tmp_path: Path) -> None:
-    """Stores that never end: SGLang's scheduler waits for what is under way, and is told of nothing afterwards."""
+    """Stores that never end: SGLang's scheduler waits for what is under way, and receives nothing afterwards."""
     bench = Bench(tmp_path, deadline_s=0.3)
     sabotage.method, sabotage.way = "wait", "never"
     for i in range(50):

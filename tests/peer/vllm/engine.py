@@ -158,7 +158,7 @@ def counters(llm):
 
 
 def arrived(llm):
-    """Until nothing is on its way up any more, wanted or not."""
+    """Until nothing is being promoted any more, wanted or not."""
     return {"arrived": connector(llm)._share.cache.tier_manager.promoter.wait_idle(60)}
 
 
@@ -236,7 +236,7 @@ def idle(llm):
 
 
 def events(llm, replay: str):
-    """All that was published, as whoever comes late reads it; the engine makes steps until there is no more to come."""
+    """All that was published, as a late subscriber reads it; the engine makes steps until there is no more to come."""
     import msgspec
     import zmq
 

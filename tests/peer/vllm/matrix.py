@@ -1,4 +1,4 @@
-"""What runs, what is refused and what nobody has tried: the rows of docs/compatibility.md, each by its tests.
+"""What runs, what is refused and what is untried: the rows of docs/compatibility.md, each by its tests.
 
     python tests/peer/vllm/matrix.py > docs/compatibility.md
 

@@ -24,4 +24,4 @@ def pytest_configure(config: Any) -> None:
 
     for name in os.environ.get("THEIRS", ",".join(NAMES)).split(","):
         KVConnectorFactory._registry[name] = lambda: kvcache.connector.vllm.KVCacheConnector
-    process.is_single_process = lambda config: True  # a scheduler without workers has nobody to share with
+    process.is_single_process = lambda config: True  # a scheduler without workers has no process to share with

@@ -43,7 +43,7 @@ export function draw(holder, { xs, series, stacked, label, xLabel, xTicks, yMax,
   }
   const cursor = shape("line", { class: "cursor", y1: TOP, y2: TOP + height });
   const words = element("p", { class: "said", "aria-live": "off" });
-  const rest = start ?? xs.length - 1;  // where it stands while nobody moves it, so that the newest is told
+  const rest = start ?? xs.length - 1;  // where it stands while the user does not move it, so that the newest is told
   let at = Math.min(xs.length - 1, Number(holder.dataset.at ?? rest));
   const point = (i, chosen) => {
     at = Math.max(0, Math.min(xs.length - 1, i));
