@@ -58,7 +58,7 @@ def test_caches_of_one_process_share_a_quarter_of_the_machine() -> None:
     assert default() == 16 * GiB
 
 
-def test_a_process_that_is_killed_gives_back_what_it_had(tmp_path: Path) -> None:
+def test_a_killed_process_releases_its_share(tmp_path: Path) -> None:
     child = subprocess.Popen([sys.executable, "-c", CHILD, "6GiB"], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     assert child.stdout is not None
     assert child.stdout.readline() == b"open\n"

@@ -110,7 +110,7 @@ def test_where_caches_go(tmp_path: Path) -> None:
     assert cache_directory({}) == Path.home() / ".cache" / "kvcache"
 
 
-def test_a_process_that_ended_and_that_nobody_waited_for_does_not_run() -> None:
+def test_a_zombie_process_does_not_run() -> None:
     assert is_running(os.getpid())
     assert not is_running(1 << 70)
     child = os.posix_spawn(sys.executable, [sys.executable, "-S", "-c", ""], {})

@@ -71,7 +71,7 @@ def test_two_writes_of_the_same_bytes_have_nothing_in_common() -> None:
 
 
 @given(st.data())
-def test_whoever_changes_a_bit_is_found_out(data: st.DataObject) -> None:
+def test_a_changed_bit_is_detected(data: st.DataObject) -> None:
     """Also where he writes all checksums anew, which anybody can."""
     header, body = encrypted(b"secret" * 50, CipherKeys([KEY]), expiry=bytes(8))
     found = read_header(header)

@@ -111,7 +111,7 @@ def test_holds_together_take_at_most_a_quarter() -> None:
     cache.close()
 
 
-def test_a_request_that_nobody_closed_holds_nothing_once_it_is_gone() -> None:
+def test_a_collected_request_that_was_not_closed_holds_nothing() -> None:
     cache = open_host(16)
     put(cache, list(range(4 * 4)))
     r = cache.namespace(LAYOUT, model="m", revision="r").request()
@@ -272,7 +272,7 @@ def test_a_flush_waits_for_what_was_stored_before_it_and_not_for_what_comes_afte
     cache.close()
 
 
-def test_what_no_thread_takes_holds_nothing_and_keeps_nobody_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_task_without_a_thread_holds_nothing_and_blocks_none(monkeypatch: pytest.MonkeyPatch) -> None:
     def refused(_: Callable[[], None]) -> None:
         raise RuntimeError("no more threads")
 

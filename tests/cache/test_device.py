@@ -178,7 +178,7 @@ def test_a_layer_of_a_load_that_fails_is_not_waited_for_for_ever() -> None:
             assert loaded.blocks == 0
 
 
-def test_the_arena_is_pinned_where_a_device_is_in_use_and_let_go_with_its_memory() -> None:
+def test_the_arena_is_pinned_for_a_device_until_it_is_freed() -> None:
     device = HostDevice()
     with opened(device) as cache:
         engine = Engine(device, LAYOUT)

@@ -130,7 +130,7 @@ def test_rotation(opened: Open, tier: str) -> None:
     assert load(bind(opened("one")), Engine(FULL))[1] == expected  # what cannot be read was left alone
 
 
-def test_whoever_has_no_key_meets_a_miss_and_leaves_it_alone(opened: Open, tier: str) -> None:
+def test_a_reader_without_the_key_misses_and_leaves_the_record(opened: Open, tier: str) -> None:
     engine, expected = filled()
     kept(opened("one"), engine)
     assert load(bind(opened()), Engine(FULL))[1] == []
@@ -172,7 +172,7 @@ def test_a_scrub_takes_what_was_not_encrypted_from_the_drive(opened: Open, tier:
 @pytest.mark.skipif(bool(MISSING), reason=MISSING)
 @pytest.mark.parametrize("tier", ["redis"])
 @pytest.mark.parametrize("signing", [False, True], ids=["unsigned", "signed"])
-def test_nobody_takes_the_encryption_out(opened: Open, tier: str, signing: bool, tmp_path: Path) -> None:
+def test_the_encryption_cannot_be_taken_out(opened: Open, tier: str, signing: bool, tmp_path: Path) -> None:
     """Whoever can write to the server drops the field, and makes all checksums anew."""
     engine, _ = filled()
     kept(opened("one", signing=signing), engine)

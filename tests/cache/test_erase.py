@@ -198,7 +198,7 @@ def test_what_may_be_anybodys_goes_only_by_its_id_alone(opened: Any, monkeypatch
     assert found(mine) == 0
 
 
-def test_stores_that_are_still_on_their_way_are_said(opened: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_erase_reports_pending_stores(opened: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     cache = opened()
     kept(bind(cache, "mine"))
     assert cache.flush(30)
@@ -318,7 +318,7 @@ def test_a_file_is_overwritten_before_it_goes(tmp_path: Path, monkeypatch: pytes
         assert cache.check() == []
 
 
-def test_what_a_store_was_copied_to_on_its_way_is_overwritten() -> None:
+def test_erase_overwrites_copies_of_a_pending_store() -> None:
     leaving, region = VictimBuffer(), Region(4096)
     region.view[:] = b"x" * 4096
     leaving._free.append(region)

@@ -210,7 +210,7 @@ def test_what_was_not_removed_is_found_and_tried_again(
     assert cache.counters.get("expired_blocks", tier="nvme") == 10
 
 
-def test_a_sweep_takes_some_and_nobody_is_given_the_rest(
+def test_a_sweep_takes_some_and_no_request_gets_the_rest(
     opened: Any, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cache = opened("nvme")
@@ -257,7 +257,7 @@ def test_what_is_noted_is_bounded(opened: Any, monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.parametrize("meanwhile", ["forgotten", "over"])
-def test_what_left_host_on_its_way_down_has_its_end_there(
+def test_a_block_demoted_from_host_keeps_its_end(
     opened: Any, clock: Clock, monkeypatch: pytest.MonkeyPatch, meanwhile: str
 ) -> None:
     """No tier has it while its copy waits to be written, and what is noted of ends is looked through then, or the end
@@ -335,7 +335,7 @@ def test_another_process_knows_it_too(opened: Any, clock: Clock, tier: str, encr
         assert found(bind(cache)) == 0
 
 
-def test_after_a_restart_the_drive_lets_go_of_what_is_over(opened: Any, clock: Clock) -> None:
+def test_after_a_restart_the_drive_removes_expired_blocks(opened: Any, clock: Clock) -> None:
     """Nobody asks for it: the journal says which records have an end."""
     cache = opened("nvme")
     kept(bind(cache), 1, ttl_s=60)

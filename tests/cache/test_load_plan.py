@@ -187,7 +187,7 @@ def test_what_is_left_out_is_regretted_once_it_is_known() -> None:
 
 
 @pytest.mark.parametrize("own", [True, False])
-def test_the_rest_of_a_prefix_is_regretted_whoever_loads_its_head(own: bool) -> None:
+def test_a_prefix_s_rest_is_regretted_whichever_request_loads(own: bool) -> None:
     """Where a rank loads for a scheduler, the scheduler settles what it left out, and the rank what it loaded."""
     counters, world = Counters(), World()
     plan = plan_of(world, counters)

@@ -133,7 +133,7 @@ def test_a_cleared_namespace_is_gone_though_it_was_pinned(cache: Cache) -> None:
     assert cache.index.held() == 0
 
 
-def test_a_census_counts_each_namespace_and_stands_for_a_while(cache: Cache, clock: Clock) -> None:
+def test_a_usage_report_counts_each_namespace_and_is_cached(cache: Cache, clock: Clock) -> None:
     one, other = bound_to(cache), bound_to(cache, tenant="other")
     store(one, tokens(1, 3), 1)
     store(other, tokens(1, 2), 1)

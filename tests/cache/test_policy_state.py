@@ -79,7 +79,7 @@ def states(cache: Cache) -> dict[str, float]:
     return tree
 
 
-def test_a_policy_goes_on_with_what_it_had_learnt(tmp_path: Path) -> None:
+def test_a_policy_goes_on_with_its_saved_state(tmp_path: Path) -> None:
     with opened(tmp_path) as cache:
         live(cache)
         before, table = cache.index.evidence(), cache.index.policy.values(cache.index.evidence())

@@ -131,7 +131,7 @@ def test_a_burst_of_one_size_does_not_take_what_another_model_uses() -> None:
         assert cache.check() == []
 
 
-def test_an_idle_model_gives_back_all_it_had() -> None:
+def test_an_idle_model_releases_all_it_had() -> None:
     with closing(opened(8)) as cache:
         for number in range(8):
             put(cache, LARGE, number, 2)

@@ -234,7 +234,7 @@ def test_a_server_that_is_not_there_is_a_miss(opened: Open) -> None:
         assert r.match(TOKENS).by_tier == {"host": 10}
 
 
-def test_a_server_that_hangs_delays_nobody_beyond_the_deadline(opened: Open, server: Server) -> None:
+def test_a_server_that_hangs_delays_none_beyond_the_deadline(opened: Open, server: Server) -> None:
     proxy = Proxy(server.port)
     try:
         cache = opened(proxy.url, flow={"lookup_timeout_s": 0.5}, timeout_s=0.5, serves=False)

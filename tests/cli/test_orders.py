@@ -57,7 +57,7 @@ def test_ls_tells_bytes_and_last_use(cache: Cache, kv: Any) -> None:
     assert [row["model"] for row in json.loads(kv("ls", "--tenant", "zeta", "-o", "json")[1])] == ["org/small"]
 
 
-def test_prune_takes_what_nobody_used_for_so_long(cache: Cache, kv: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prune_removes_namespaces_unused_for_that_time(cache: Cache, kv: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     acme, zeta = bound_to(cache, tenant="acme", model="org/large"), bound_to(cache, tenant="zeta", model="org/small")
     with monkeypatch.context() as patch:
         later(cache, patch, 8 * DAY)
@@ -124,7 +124,7 @@ def test_a_prefix_is_pinned_by_its_name_by_a_request_and_by_its_tokens(cache: Ca
     assert cache.stats()["tiers"]["host"]["pinned_bytes"] == 0
 
 
-def test_a_prefix_that_nobody_knows_is_refused(cache: Cache, kv: Any) -> None:
+def test_an_unknown_prefix_is_refused(cache: Cache, kv: Any) -> None:
     for argument, expected, says in (
         ("00" * 8, 1, "no prompt of late"),
         ("[1, 2]", 2, "nothing of this prefix"),

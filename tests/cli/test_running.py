@@ -177,7 +177,7 @@ def test_of_several_one_is_picked(cache: Any, kv: Any, address: str, runtime: Pa
     "arguments",
     [("stats",), ("check",), ("events",), ("bypass", "on"), ("bypass", "on", "--all"), ("stats", "-a", "4711-1")],
 )
-def test_nobody_there_is_exit_code_3_and_one_line(kv: Any, arguments: tuple[str, ...]) -> None:
+def test_an_absent_daemon_is_exit_code_3_and_one_line(kv: Any, arguments: tuple[str, ...]) -> None:
     code, out, err = kv(*arguments)
     assert (code, out, err.count("\n")) == (3, "", 1)
     assert err.startswith("kvcache: ")

@@ -69,7 +69,7 @@ def test_an_engine_s_thread_neither_waits_nor_reaches_for_a_daemon_that_is_to_he
 
 
 @pytest.mark.parametrize("why", ["closing", "no thread"])
-def test_a_store_that_cannot_begin_fails_and_keeps_nobody_waiting(
+def test_a_store_that_cannot_begin_fails_without_a_wait(
     within: Within, why: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cache, other = within.open(), within.open()

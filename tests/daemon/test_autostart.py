@@ -53,7 +53,7 @@ def end(number: int) -> None:
     assert ended(process)
 
 
-def test_whoever_comes_first_starts_it_and_all_find_the_same(place: Path) -> None:
+def test_the_first_process_starts_it_and_all_find_the_same(place: Path) -> None:
     found: list[str] = []
     threads = [
         threading.Thread(target=lambda: found.append(find_or_start("engine", linger_s=4, **SMALL))) for _ in range(4)
@@ -176,7 +176,7 @@ def test_the_wait_for_another_start_is_not_ours(place: Path, monkeypatch: pytest
         end(cache.connection.pid)
 
 
-def test_whoever_looks_whether_it_answers_has_time_to_come(within: Within) -> None:
+def test_a_liveness_probe_has_time_to_connect(within: Within) -> None:
     daemon, linger_s = within.daemon, 600.0
     daemon._linger_s = linger_s
     within.open().close()

@@ -169,7 +169,7 @@ def test_a_bypassed_cache_is_out_of_the_path_and_back(cache: Any, path: Path) ->
         send_command(path, "bypass", mode="maybe")
 
 
-def test_a_long_audit_keeps_nobody_from_bypassing(cache: Any, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_long_audit_does_not_block_bypass(cache: Any, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     begun, go_on = threading.Event(), threading.Event()
     answers: list[Any] = []
 
@@ -227,7 +227,7 @@ def test_an_audit_of_a_busy_cache_finds_no_fault(runtime: Path, tmp_path: Path) 
 
 @given(st.binary(max_size=200))
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_bytes_that_are_no_question_hurt_nobody(cache: Any, path: Path, noise: bytes) -> None:
+def test_bytes_that_are_no_question_do_no_harm(cache: Any, path: Path, noise: bytes) -> None:
     with connect(path) as connection:
         connection.sendall(noise)
         connection.shutdown(socket.SHUT_WR)

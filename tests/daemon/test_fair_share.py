@@ -80,7 +80,7 @@ def loop() -> Iterator[asyncio.AbstractEventLoop]:
     made.close()
 
 
-def test_whoever_connects_without_end_pushes_out_itself(loop: asyncio.AbstractEventLoop) -> None:
+def test_a_flood_of_connections_pushes_out_its_own(loop: asyncio.AbstractEventLoop) -> None:
     pending, gone = PendingConnections(loop), list[Connection]()
 
     def left(peer: Connection) -> None:
@@ -109,7 +109,7 @@ def test_where_an_address_of_version_6_comes_from_is_its_network() -> None:
     assert client_network("fe80::1%eth0") == client_network("fe80::2%eth1")
 
 
-def test_strangers_shut_out_nobody_who_is_known(make_within: Make) -> None:
+def test_strangers_shut_out_no_known_client(make_within: Make) -> None:
     within = make_within(daemon__connections=8)
     known = within.open()
     expected = store(bound_to(known), list(range(8)), 1)

@@ -103,7 +103,7 @@ def test_an_operators_pins_go_on(make_house: Make, runtime: Path) -> None:
     assert successor.end()[0] == 0
 
 
-def test_where_nobody_listens_it_simply_begins(make_house: Make) -> None:
+def test_without_a_listening_daemon_it_simply_begins(make_house: Make) -> None:
     house = make_house().start("--replace")
     with house.open() as cache:
         expected = store(bound_to(cache), PROMPT, 1)
@@ -164,7 +164,7 @@ def test_a_smaller_arena_takes_what_fits(make_house: Make) -> None:
     assert successor.end()[0] == 0
 
 
-def test_an_arena_that_nobody_gave_a_size_stays_as_large_as_it_was(make_house: Make) -> None:
+def test_an_arena_without_a_set_size_keeps_its_size(make_house: Make) -> None:
     house, sizes = make_house(), []
     del house.environ["KVCACHE_HOST__CAPACITY_BYTES"]
     house.start()
@@ -233,7 +233,7 @@ def test_a_reader_of_before_has_a_miss_and_never_another_block(make_house: Make)
         assert other.check() == []
 
 
-def test_a_writer_of_before_writes_into_nobody_s_block(make_house: Make) -> None:
+def test_an_earlier_writer_writes_into_no_other_block(make_house: Make) -> None:
     """It still maps what it was lent: that extent stays behind."""
     house = make_house(HOST__CAPACITY_BYTES="4MiB", HOST__SLAB_BYTES="1MiB", DAEMON__DRAIN_S=0.2).start()
     slow, engine = Slow(), Engine(LAYOUT)
@@ -324,7 +324,7 @@ def test_a_private_daemon_is_replaced_as_well(make_house: Make) -> None:
 
 
 @pytest.mark.skipif(os.geteuid() != 0 or shutil.which("setpriv") is None, reason="root can be another user")
-def test_nobody_takes_over_from_another_user(make_house: Make) -> None:
+def test_another_user_cannot_take_over(make_house: Make) -> None:
     house = make_house(DAEMON__MODE="666").start()
     for path in (house.directory.parent, house.directory):
         path.chmod(0o755)
@@ -341,7 +341,7 @@ def test_nobody_takes_over_from_another_user(make_house: Make) -> None:
 
 
 @pytest.mark.skipif(os.geteuid() != 0 or shutil.which("unshare") is None, reason="root can make namespaces")
-def test_nobody_takes_over_from_another_container(make_house: Make) -> None:
+def test_another_container_cannot_take_over(make_house: Make) -> None:
     """Where the same number is another user."""
     words = ["unshare", "--pid", "--fork", "--kill-child", "--mount-proc"]
     if subprocess.run([*words, "true"], capture_output=True, check=False).returncode:
@@ -361,7 +361,7 @@ def test_nobody_takes_over_from_another_container(make_house: Make) -> None:
         assert load(bound_to(cache), PROMPT) == expected
 
 
-def test_whoever_comes_by_the_network_takes_over_nothing(make_house: Make) -> None:
+def test_a_network_client_cannot_take_over(make_house: Make) -> None:
     house = make_house(tcp=True).start()
     wire = house.wire()
     try:

@@ -160,7 +160,7 @@ def test_a_client_that_stays_does_not_keep_it_from_ending(make_web: Callable[...
         assert idle.recv(1) == b""
 
 
-def test_what_is_no_http_harms_nobody(make_web: Callable[..., Web]) -> None:
+def test_input_that_is_not_http_does_no_harm(make_web: Callable[..., Web]) -> None:
     web = make_web().start()
     for nonsense in (b"\x16\x03\x01\x02\x00\x01", b"GET / HTTP/9.9\r\n\r\n", b"\0" * 4096, b"GET " + b"/" * 100_000):
         with socket.create_connection(("127.0.0.1", web.port), timeout=60) as connection:

@@ -66,7 +66,7 @@ def test_a_reader_that_takes_longer_than_its_lease_has_a_miss_and_never_another_
         assert transfer.blocks == 0
 
 
-def test_a_writer_that_takes_longer_than_its_lease_writes_into_nobody_s_block(brief: Within) -> None:
+def test_a_writer_past_its_lease_writes_into_no_other_block(brief: Within) -> None:
     within, slow, engine = brief, Slow(), Engine(LAYOUT)
     own, cache = bound_to(within.cache), within.open()
     engine.fill(9, [0, 1, 2, 3])

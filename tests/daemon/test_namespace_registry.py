@@ -33,7 +33,7 @@ def few(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("few")
-def test_a_client_of_many_namespaces_lets_go_of_those_it_used_longest_ago(within: Within) -> None:
+def test_a_client_of_many_namespaces_releases_the_oldest(within: Within) -> None:
     cache, tokens = within.open(), list(range(8))
     bounds = [bound_to(cache, cache_salt=str(i)) for i in range(20)]
     (session,) = within.daemon.sessions
@@ -222,7 +222,7 @@ def test_one_binding_of_several_sessions_is_one_and_stays_for_the_last(within: W
 
 
 @pytest.mark.usefixtures("few")
-def test_whoever_binds_without_end_pushes_out_none_of_another_tenants(within: Within) -> None:
+def test_binding_without_end_pushes_out_no_other_tenant(within: Within) -> None:
     bindings = NamespaceRegistry(within.cache, lambda: 1)
     quiet_one = bound_to(within.cache, tenant="quiet")
     bindings.acquire("a", lambda: quiet_one, 1)

@@ -83,7 +83,7 @@ def begin(bound: Any, tokens: list[int] = TOKENS, seed: int = 1) -> tuple[Any, l
         return r.store(engine.described, engine.ids(PAGES)), [engine.block(i) for i in PAGES]
 
 
-def test_a_store_that_was_begun_is_waited_for_whoever_asks(within: Within, hold: Hold) -> None:
+def test_every_flush_waits_for_a_begun_store(within: Within, hold: Hold) -> None:
     cache, other = within.open(), within.open()
     go = hold(cache)
     transfer, blocks = begin(bound_to(cache))
@@ -140,7 +140,7 @@ def test_a_request_that_is_closed_does_not_lose_what_it_stores(within: Within, h
 
 
 @pytest.mark.parametrize("how", ["cancelled", "failed", "hung up"])
-def test_a_store_that_never_comes_keeps_nobody_waiting(
+def test_a_store_that_never_comes_delays_no_flush(
     within: Within, hold: Hold, how: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cache, other = within.open(), within.open()
@@ -184,9 +184,7 @@ def test_what_one_client_can_keep_others_waiting_with_is_bounded(within: Within)
     assert other.flush(60)
 
 
-def test_nobody_waits_for_ever_for_a_store_of_which_its_client_says_no_more(
-    within: Within, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_flush_does_not_wait_for_ever_for_a_silent_client(within: Within, monkeypatch: pytest.MonkeyPatch) -> None:
     cache, other = within.open(), within.open()
     cache.connection.post("storing", store=1)
     assert not done(other)
@@ -195,7 +193,7 @@ def test_nobody_waits_for_ever_for_a_store_of_which_its_client_says_no_more(
     assert within.cache.flush(0)
 
 
-def test_a_client_that_dies_keeps_nobody_waiting(within: Within) -> None:
+def test_a_client_that_dies_delays_no_flush(within: Within) -> None:
     program = (
         "import sys, threading, kvcache\n"
         "from tests.daemon.house import bound_to\n"
@@ -217,7 +215,7 @@ def test_a_client_that_dies_keeps_nobody_waiting(within: Within) -> None:
     assert within.cache.flush(60)
 
 
-def test_a_daemon_that_ends_by_an_error_keeps_nobody_waiting(tmp_path: Path) -> None:
+def test_a_daemon_that_ends_by_an_error_delays_no_flush(tmp_path: Path) -> None:
     async def fails() -> None:
         raise ArithmeticError
 
@@ -271,7 +269,7 @@ class TestComing:
         assert coming.wait(0)
 
     @pytest.mark.parametrize("whose", ["a", None])
-    def test_what_is_too_old_keeps_nobody_waiting(self, loop: asyncio.AbstractEventLoop, whose: str | None) -> None:
+    def test_a_store_that_is_too_old_delays_no_flush(self, loop: asyncio.AbstractEventLoop, whose: str | None) -> None:
         clock = Clock()
         coming = PendingStores(loop, {}, clock)
         old, clock.seconds = coming.begin("a"), clock.seconds + MAX_STORE_S - 1
@@ -285,7 +283,7 @@ class TestComing:
         clock.seconds += 1
         assert coming.wait(0, whose)
 
-    def test_nor_whoever_waits_for_it_already(
+    def test_a_store_that_is_too_old_ends_earlier_waits(
         self, loop: asyncio.AbstractEventLoop, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr("kvcache.daemon.server.client_session.MAX_STORE_S", 0.1)

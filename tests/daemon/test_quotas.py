@@ -44,7 +44,7 @@ def test_a_greedy_tenant_cannot_push_another_below_its_share(
     assert [load(acme, list(range(100 * i, 100 * i + 16))) for i in range(4)] == mine
 
 
-def test_a_quota_holds_and_costs_nobody_else(make_within: Make, tmp_path: Path) -> None:
+def test_a_quota_holds_and_costs_no_other_tenant(make_within: Make, tmp_path: Path) -> None:
     within = make_within(daemon__tenants_file=limited(tmp_path / "t", beta={"host_quota_bytes": 8 * SLOT}))
     acme, beta = (bound_to(came_in(within, token, tmp_path)) for token in (ACME, BETA))
     mine = store(acme, list(range(64)), 1)

@@ -159,7 +159,7 @@ def test_beyond_its_operations_a_tenant_misses_and_others_do_not(
     assert load(acme, tokens) == mine, "it is let through again"
 
 
-def test_whoever_floods_is_let_go_and_comes_back(limited: Callable[..., Within], tmp_path: Path) -> None:
+def test_a_flooding_client_is_closed_and_reconnects(limited: Callable[..., Within], tmp_path: Path) -> None:
     within = limited(operations=4)
     cache = came_in(within, ACME, tmp_path)
     acme = bound_to(cache)

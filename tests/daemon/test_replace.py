@@ -65,7 +65,7 @@ def test_what_opening_a_cache_would_refuse_is_refused_before(
         check_settings(settings(host__capacity_bytes="32MiB", **given), None)
 
 
-def test_an_arena_that_nobody_gave_a_size_may_be_as_large_as_the_one_before(tmp_path: Path) -> None:
+def test_an_arena_without_a_set_size_may_match_the_one_before(tmp_path: Path) -> None:
     """Beside which there is less room now than there will be."""
     found = Tenants.read(os.fspath(tenants(tmp_path / "tenants", str(memory().allowed_bytes * 2 // 5))))
     check_settings(settings(), found)

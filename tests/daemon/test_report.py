@@ -91,7 +91,7 @@ def test_a_tenant_sees_its_own_and_no_trace_of_another(cache: Cache) -> None:
     assert (spied["reason"], "other" in spied, "differs" in spied) == ("cold", False, False)
 
 
-def test_what_only_another_has_is_to_a_tenant_what_nobody_has(cache: Cache) -> None:
+def test_another_tenant_s_block_looks_like_an_absent_one(cache: Cache) -> None:
     report = Report(cache, "acme")
     ask(bound_to(cache, tenant="acme"), list(range(7000, 7032)), "acme-spies")
     theirs, nobodys = (
@@ -109,7 +109,7 @@ def test_what_only_another_has_is_to_a_tenant_what_nobody_has(cache: Cache) -> N
 
 
 @pytest.mark.parametrize("left", [False, True])
-def test_a_prompt_that_parts_from_an_own_one_parts_from_it_whoever_else_has_it(cache: Cache, left: bool) -> None:
+def test_a_prompt_parts_from_an_own_one_despite_other_tenants(cache: Cache, left: bool) -> None:
     acme, zeta, told = bound_to(cache, tenant="acme"), bound_to(cache, tenant="zeta"), []
     for n, kept in enumerate((True, False)):
         guess = list(range(2000 + 100 * n, 2016 + 100 * n))

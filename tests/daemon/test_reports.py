@@ -72,7 +72,7 @@ def test_a_restart_between_two_questions_is_no_fault_of_anybody(make_house: Make
         assert len(bound.join("x").signatures) == 4
 
 
-def test_a_daemon_that_hangs_keeps_nobody_waiting_twice(make_house: Make) -> None:
+def test_a_daemon_that_hangs_delays_a_client_once(make_house: Make) -> None:
     house = make_house().start()
     cache = house.open()
     assert house.process is not None
@@ -169,7 +169,7 @@ def test_a_hybrid_is_found_as_far_as_every_group_can_be_served(within: Within) -
         assert r.match().blocks == 5
 
 
-def test_a_prompt_larger_than_all_of_host_is_kept_as_far_as_it_fits_and_nobody_waits(within: Within) -> None:
+def test_a_prompt_larger_than_host_is_kept_in_part_at_once(within: Within) -> None:
     engine = Engine(LAYOUT, pages=200)
     engine.fill(1, list(range(200)))
     tokens = list(range(800))

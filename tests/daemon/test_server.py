@@ -268,7 +268,7 @@ def test_garbage_ends_its_own_connection_and_no_other(standing: House, sent: byt
         assert "unreachable" not in cache.stats()
 
 
-def test_a_client_that_does_not_read_is_let_go(standing: House) -> None:
+def test_a_client_that_does_not_read_is_closed(standing: House) -> None:
     wire, _ = hello(standing)
     wire.connection.settimeout(30)
     question = pack({"op": "stats"}) * 100
@@ -284,7 +284,7 @@ def test_a_client_that_does_not_read_is_let_go(standing: House) -> None:
         assert "unreachable" not in cache.stats()
 
 
-def test_a_client_that_stops_in_the_middle_of_a_frame_keeps_nobody(standing: House) -> None:
+def test_a_client_that_stops_within_a_frame_delays_no_other(standing: House) -> None:
     wire, _ = hello(standing)
     wire.connection.sendall(pack({"op": "stats"})[:5])
     with standing.open() as cache:

@@ -82,7 +82,7 @@ class TestStart:
             with pytest.raises(ConfigError, match="every client that reaches it"):
                 self.port(self.settings(tmp_path, **given, **more))
         named = written(tmp_path / "named", acme={"certificates": ["acme"]})
-        with pytest.raises(ConfigError, match="nobody is asked for"):
+        with pytest.raises(ConfigError, match="no client is asked for"):
             self.port(self.settings(tmp_path, **given, tenants_file=named))
         for more in (
             {"tenants_file": everybody(tmp_path / "t")},
@@ -195,7 +195,7 @@ class TestDoor:
         with pytest.raises(UnreachableError, match="is `kvcache daemon` running"):
             kvcache.open(f"tcp://127.0.0.1:{free_port()}")
 
-    def test_whoever_speaks_no_tls_is_hung_up_on(self, secure: Make, authority: Authority, tmp_path: Path) -> None:
+    def test_a_client_without_tls_is_hung_up_on(self, secure: Make, authority: Authority, tmp_path: Path) -> None:
         within = secure(daemon__tenants_file=str(everybody(tmp_path / "t")))
         for said in (
             pack({"op": "hello", "version": PROTOCOL_VERSION, "role": "control"}),
@@ -350,7 +350,7 @@ def test_two_cannot_have_one_port(make_within: Make) -> None:
     second.close()
 
 
-def test_whoever_is_hung_up_on_is_sent_nothing_in_the_clear(secure: Make, authority: Authority, tmp_path: Path) -> None:
+def test_a_closed_client_is_sent_nothing_in_the_clear(secure: Make, authority: Authority, tmp_path: Path) -> None:
     """A thread that sends meanwhile must meet the end of the connection, not the socket below TLS."""
     within = secure(daemon__tenants_file=str(everybody(tmp_path / "t")))
     context = ssl.create_default_context(cafile=str(authority.file))

@@ -95,7 +95,7 @@ class TestFile:
             Tenants.read(path)
         assert "kvcache_abc" not in str(caught.value), "a token is said"
 
-    def test_it_must_be_there_and_nobody_else_s_to_write(self, tmp_path: Path) -> None:
+    def test_it_must_exist_and_be_writable_by_no_other_user(self, tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match="No such file"):
             Tenants.read(tmp_path / "none")
         path = written(tmp_path / "t", acme={"users": [1]})
@@ -125,7 +125,7 @@ class TestDoor:
             bound_to(acme, tenant="beta")
         assert bound_to(came_in(shared, ROOT, tmp_path), tenant="beta").namespace.tenant == "beta"
 
-    def test_without_one_that_is_known_nobody_comes_in(
+    def test_without_a_known_one_no_client_is_admitted(
         self, shared: Within, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         with pytest.raises(AccessError, match="user"):
@@ -225,7 +225,7 @@ class TestApart:
     def test_binding_has_a_plain_twin(self, space: bytes, signatures: list[bytes]) -> None:
         assert bind_signatures(space, b"".join(signatures)) == bind_signatures_reference(space, b"".join(signatures))
 
-    def test_a_tenant_hears_of_nobody_else(self, shared: Within, tmp_path: Path) -> None:
+    def test_a_tenant_sees_no_other_tenant(self, shared: Within, tmp_path: Path) -> None:
         acme, beta, root = (came_in(shared, token, tmp_path) for token in (ACME, BETA, ROOT))
         store(bound_to(acme), list(range(16)), 1)
         shared.cache.namespace_usage.take(anew=True)

@@ -28,7 +28,7 @@ from kvcache.errors import ConfigError
         ({"stop": ("a", "")}, "stop"),
     ],
 )
-def test_wishes_that_make_no_sense_are_refused(wrong: dict[str, Any], said: str) -> None:
+def test_options_that_make_no_sense_are_refused(wrong: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         SamplingParams(**wrong)
 

@@ -112,7 +112,7 @@ TestEngine = EngineMachine.TestCase
 TestEngine.settings = settings(stateful_step_count=40, max_examples=4 * settings.default.max_examples)
 
 
-def test_first_come_first_served_but_a_pending_lookup_holds_up_nobody() -> None:
+def test_a_pending_lookup_delays_no_later_request() -> None:
     cache = UnrulyCache(trouble=0)
     engine = Engine(FakeModel(), cache, pages=40, max_sequences=2)
     asked = engine.add([1, 2, 3])

@@ -111,7 +111,7 @@ def test_no_model_is_named(spoken: Spoken, said: bytes) -> None:
         _ = EngineClient(spoken.url).model
 
 
-def test_nobody_is_there() -> None:
+def test_no_server_is_there() -> None:
     with pytest.raises(UnreachableError, match="is an engine serving"):
         _ = EngineClient("http://127.0.0.1:1").model
 

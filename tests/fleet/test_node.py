@@ -193,7 +193,7 @@ def test_a_cache_without_a_fleet_says_so() -> None:
         assert cache.ready()  # type: ignore[attr-defined]
 
 
-def test_a_server_that_is_away_holds_nobody_up(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_server_that_is_away_delays_no_node(caplog: pytest.LogCaptureFixture) -> None:
     settings = {"host": {"capacity_bytes": 256 * KIB}, "nvme": {"enabled": False}, "control": {"enabled": False}}
     away = {"enabled": True, "url": "redis://127.0.0.1:1/0", "timeout_s": 0.2}
     warm = {"hot": 3, "before_ready": True, "popularity_interval_s": 0.01}

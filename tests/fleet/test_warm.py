@@ -183,7 +183,7 @@ def test_a_server_that_goes_in_the_middle_leaves_each_alone() -> None:
         server.end()
 
 
-def test_a_server_that_hangs_in_the_middle_holds_nobody_up_for_long() -> None:
+def test_a_server_that_hangs_midway_delays_no_node_for_long() -> None:
     server = Server()
     coordination = Coordination(Redis(enabled=True, url=server.tcp, timeout_s=3))
     try:

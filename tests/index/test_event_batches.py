@@ -132,7 +132,7 @@ def test_a_tenant_s_numbers_are_those_of_its_own_changes(
         assert heard == [change(i, *each) for i, each in enumerate(given_)]
 
 
-def test_whoever_has_most_loses_first() -> None:
+def test_the_largest_holder_loses_first() -> None:
     changes = ring(kept=10)
     changes.tenant = owner
     quiet, loud = (changes.since(None, [], tenant) for tenant in "12")

@@ -38,7 +38,7 @@ def test_another_mapping_sees_bytes_and_generations_and_cannot_write_unless_it_m
     os.close(descriptor)
 
 
-def test_nobody_else_opens_it_anew_to_write() -> None:
+def test_no_other_process_opens_it_anew_to_write() -> None:
     region = Region(8 * PAGE_BYTES, shared=True)
     descriptor = region.export(writable=False)
     assert os.fstat(descriptor).st_mode & 0o777 == 0o600
@@ -111,7 +111,7 @@ def test_an_exported_region_serves_no_other_tenant() -> None:
     assert arena.check() == []
 
 
-def test_a_region_that_nobody_else_maps_is_cut_anew() -> None:
+def test_a_region_that_no_other_process_maps_is_cut_anew() -> None:
     arena = Arena(8 * PAGE_BYTES, 8 * PAGE_BYTES, InlineExecutor(), shared=True)
     slot = arena.allocate(PAGE_BYTES, "one")
     assert slot is not None

@@ -155,7 +155,7 @@ def test_compaction_keeps_the_journal_short(store: Open, tmp_path: Path) -> None
     assert (tmp_path / "store" / f"journal-{tier._store.catalog.journal.number}").stat().st_size < 256 * 1024
 
 
-def test_a_smaller_capacity_gives_back_at_the_start(store: Open, tmp_path: Path) -> None:
+def test_a_smaller_capacity_shrinks_the_store_at_start(store: Open, tmp_path: Path) -> None:
     tier = store(capacity_bytes=4 * MIB)
     blocks = chain(tier.room(RECORD_BYTES))
     write(tier, blocks)
@@ -192,7 +192,7 @@ def test_a_full_disk_fails_cleanly_and_heals(store: Open) -> None:
     assert write(tier, blocks[-3:]) == (DONE,) * 3
 
 
-def test_empty_segments_are_given_back(store: Open, tmp_path: Path) -> None:
+def test_empty_segments_are_released(store: Open, tmp_path: Path) -> None:
     tier = store()
     blocks = chain(100)
     write(tier, blocks)

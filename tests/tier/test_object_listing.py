@@ -63,7 +63,7 @@ def test_pages_that_came_stay_where_a_later_one_does_not(
     assert read == [2, 2, 2]
 
 
-def test_a_long_listing_holds_nobody_up(
+def test_a_long_listing_delays_no_caller(
     opened: OpenObjects, chains: list[list[Address]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """While it goes on, what came of it is known, and the rest is found by its name."""
@@ -186,7 +186,7 @@ def test_a_pack_that_somebody_copied_elsewhere_is_none(
     assert intact(opened(), [wrong])
 
 
-def test_one_with_few_large_packs_pushes_out_nobody(opened: OpenObjects, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_with_few_large_packs_pushes_out_no_other(opened: OpenObjects, monkeypatch: pytest.MonkeyPatch) -> None:
     """The bound is in records, and so is who has most of them."""
     monkeypatch.setattr(manifest, "MAX_RECORDS", 24)
     tier, small = opened(), [chain(1, seed=seed) for seed in range(6)]
@@ -203,7 +203,7 @@ def test_one_with_few_large_packs_pushes_out_nobody(opened: OpenObjects, monkeyp
 
 
 @pytest.mark.parametrize("listed", [False, True])
-def test_one_pack_of_more_rows_than_are_remembered_pushes_out_nobody(
+def test_one_oversized_pack_pushes_out_no_other(
     opened: OpenObjects, monkeypatch: pytest.MonkeyPatch, listed: bool
 ) -> None:
     """Whoever can write to the store can make one that is sound; neither its rows nor what was known go for it."""

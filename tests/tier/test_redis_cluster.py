@@ -149,7 +149,7 @@ def test_slots_move_while_they_are_read_and_written(cluster: Cluster, tier: Redi
     assert tier.breaker == "closed"
 
 
-def test_a_key_on_its_way_is_found_where_it_is(cluster: Cluster, tier: RedisTier) -> None:
+def test_a_migrating_key_is_found_where_it_is(cluster: Cluster, tier: RedisTier) -> None:
     """The old owner says ASK, the new one would say MOVED to a client that does not: each verb."""
     blocks = chain(30)
     write(tier, blocks)
@@ -190,7 +190,7 @@ def test_keys_that_have_moved_are_found_at_once(cluster: Cluster, tier: RedisTie
     assert tier.breaker == "closed"
 
 
-def test_a_long_record_on_its_way(cluster: Cluster, tier: RedisTier) -> None:
+def test_a_long_record_migrates_whole(cluster: Cluster, tier: RedisTier) -> None:
     """Its parts lie in one slot, so they migrate together: read, written and removed where they go."""
     (address,) = chain(1, seed=3)
     slot, source = key_slot(NAMES.record(address)), cluster.owner(NAMES.record(address))
@@ -323,7 +323,7 @@ def test_a_replica_takes_over() -> None:
         cluster.end()
 
 
-def test_nobody_is_there() -> None:
+def test_no_server_is_there() -> None:
     tier = RedisTier("redis://127.0.0.1:1,127.0.0.1:2/0", mode="cluster", timeout_s=0.2)
     blocks = chain(3)
     for _ in range(6):

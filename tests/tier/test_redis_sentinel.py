@@ -52,7 +52,7 @@ def test_some_sentinels_are_gone(sentinels: Sentinels) -> None:
     tier.close()
 
 
-def test_a_master_that_nobody_knows(sentinels: Sentinels) -> None:
+def test_a_master_that_no_sentinel_knows(sentinels: Sentinels) -> None:
     tier = RedisTier(sentinels.url, mode="sentinel", master="another", timeout_s=20)
     for _ in range(4):
         assert set(read(tier, chain(2))) <= MISS

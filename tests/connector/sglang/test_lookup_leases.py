@@ -105,7 +105,7 @@ def test_what_is_promised_does_not_leave(tmp_path: Path) -> None:
         request.close()
 
 
-def test_old_promises_are_given_back(tmp_path: Path) -> None:
+def test_old_promises_are_released(tmp_path: Path) -> None:
     with opened(tmp_path) as cache:
         store, clock = pool_store(cache, pool(1)), Clock()
         store.store(chain(4), range(4))

@@ -159,7 +159,7 @@ def test_what_is_not_known_any_more_is_told_to_be_gone(two_ranks: Any, how: str)
     assert sorted(gone) == sorted(asked.block_hashes)
 
 
-def test_blocks_that_nobody_here_named_are_not_told_of(two_ranks: Any) -> None:
+def test_blocks_without_a_local_name_are_not_published(two_ranks: Any) -> None:
     announcer, bound = two_ranks
     for shard in (LEFT, RIGHT):
         announcer.apply_changes([told("stored", bound, [b"0" * 32], shard), told("removed", bound, [b"0" * 32], shard)])

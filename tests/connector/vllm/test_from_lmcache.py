@@ -23,7 +23,7 @@ def names(column: int) -> set[str]:
     return {name for row in ROWS for name in re.findall(r"`([^`]+)`", row[column])}
 
 
-def test_settings_metrics_commands_and_wishes_are_there() -> None:
+def test_settings_metrics_commands_and_options_are_there() -> None:
     settings, told = Settings(), names(1)
     for name in {n for n in told if re.fullmatch(r"(host|nvme|redis|evict|flow)\.\w+", n)}:
         section, field = name.split(".")

@@ -33,7 +33,7 @@ def test_what_makes_no_sense_is_refused(extra: dict[str, Any], said: str) -> Non
         parse_options(extra, Options)
 
 
-def test_wishes_that_make_no_sense_are_left_out_and_said() -> None:
+def test_options_that_make_no_sense_are_left_out_and_logged() -> None:
     request_options, wrong = RequestOptions.of(
         {
             "kvcache.skip_load": True,

@@ -92,7 +92,7 @@ def test_a_ttl_that_is_no_time_to_come_is_ignored_and_said(
     assert counts(scheduling) == {}
 
 
-def test_digests_that_cannot_be_made_stop_nobody(scheduling: Any) -> None:
+def test_digests_that_cannot_be_made_stop_no_request(scheduling: Any) -> None:
     for request_options in ({}, {"skip_load": True}):
         bad = request("r", **request_options)
         bad.block_hashes = None
@@ -177,7 +177,7 @@ def test_a_request_that_loaded_a_hit_and_whose_store_fails_was_cached(
     assert counts(scheduling) == {"failed": 1}
 
 
-def test_a_hit_that_cannot_be_told_of_is_let_go(filled: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hit_that_cannot_be_reported_is_released(filled: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = request("second")
     tokens, _ = filled.match_tokens(asked, 0)
     with monkeypatch.context() as once:
@@ -205,7 +205,7 @@ def test_tenants_that_callers_make_up_fill_no_memory_and_no_log(
     assert len(caplog.records) <= 300
 
 
-def test_the_oldest_namespace_leaves_first_and_is_told_of_no_more() -> None:
+def test_the_oldest_namespace_leaves_first_and_is_not_reported() -> None:
     class Heard:
         def __init__(self) -> None:
             self.bounds: list[Any] = []

@@ -103,7 +103,7 @@ def test_a_salt_and_a_tenant_keep_apart(run: Run, tmp_path: Path) -> None:
     assert len({str(r["tokens"]) for r in result["rounds"]}) == 1
 
 
-def test_wishes_of_a_request(run: Run, tmp_path: Path) -> None:
+def test_options_of_a_request(run: Run, tmp_path: Path) -> None:
     rounds = [
         ask(A, params={"kvcache.skip_store": True}),
         ask(A),
