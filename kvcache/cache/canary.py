@@ -84,7 +84,7 @@ class Canary:
             size = self._engines[namespace][2][group]
             area = header_area(size)
             loaded[group] = bytes(slot.view[area : area + size])
-        assert self._executor is not None, "nobody offers to a canary that is off"
+        assert self._executor is not None, "no caller offers to a canary that is off"
         self._executor.submit(lambda: self._compare(namespace, token_ids, block, loaded))
 
     def _compare(self, namespace: bytes, token_ids: Any, block: int, loaded: dict[int, bytes]) -> None:

@@ -77,7 +77,7 @@ class Wire:
             if sent < len(head) + len(body):
                 self.connection.sendall((head + body)[sent:])
         except TimeoutError:
-            raise WireTimeoutError("nobody took a message within the deadline") from None
+            raise WireTimeoutError("the peer did not take a message within the deadline") from None
         except OSError as error:
             raise UnreachableError(f"the connection ended: {error}") from None
 
@@ -88,7 +88,7 @@ class Wire:
             for piece in frame_parts:
                 self.connection.sendall(piece)
         except TimeoutError:
-            raise WireTimeoutError("nobody took what was sent within the deadline") from None
+            raise WireTimeoutError("the peer did not take what was sent within the deadline") from None
         except OSError as error:
             raise UnreachableError(f"the connection ended: {error}") from None
 

@@ -12,7 +12,7 @@ _OUTCOMES = {
     "dropped": "a queue was full",
     "late": "it did not come, or did not begin, before the deadline",
     "failed": "the device or the peer said so; or an error of ours, which the log has",
-    "cancelled": "whoever asked gave up, or loads were bypassed meanwhile",
+    "cancelled": "the requester gave up, or loads were bypassed meanwhile",
 }
 
 _BYPASS = "an operator has taken the cache out of this path: `kvcache bypass off` puts it back"

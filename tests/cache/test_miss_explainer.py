@@ -263,7 +263,7 @@ def test_what_is_kept_of_a_prompt_does_not_change_with_the_buffer() -> None:
         assert mine.tolist() == before
         assert mine.dtype == np.uint32
     packed = np.frombuffer(bytes(range(64)), "<u4")
-    assert kept(packed[:8]).base is not None, "nobody can change it: no copy"
+    assert kept(packed[:8]).base is not None, "no caller can change it: no copy"
     with closing(opened()) as cache:
         buffer = np.arange(40, dtype=np.uint32)
         bound = cache.namespace(LAYOUT, model="m", revision="r")

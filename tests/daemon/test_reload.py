@@ -51,7 +51,7 @@ def test_tenants_come_and_go_without_a_restart(make_house: Callable[..., House])
             pass
         written(tenants, acme={"tokens": [token_hash(first), token_hash(second)], "operations": 1000})
         hang_up(house, "settings were read again")
-        assert load(bound_to(cache), list(range(16))) == expected, "whoever is known still goes on"
+        assert load(bound_to(cache), list(range(16))) == expected, "a known client still goes on"
         with opened(house, second) as other:
             assert load(bound_to(other), list(range(16))) == expected
             written(tenants, acme={"tokens": [token_hash(second)]})

@@ -83,7 +83,7 @@ def test_a_daemon_that_hangs_delays_a_client_once(make_house: Make) -> None:
     try:
         with bound.request() as r:
             assert r.match(list(range(16))).reason == "unreachable"
-            assert cache.connection is None, "whoever asks next would wait again"
+            assert cache.connection is None, "the next request would wait again"
             assert r.match().blocks == 0
             for transfer in (
                 r.load(4, engine.described, engine.ids([0, 1, 2, 3])),

@@ -245,7 +245,7 @@ class ControlServer:
                 try:
                     connection, _ = self._listener.accept()
                 except OSError as error:  # the client has hung up, or this process has no descriptors left
-                    _log.debug("nobody to answer: %s", error)
+                    _log.debug("no client to answer: %s", error)
                     self._closed.wait(_ACCEPT_RETRY_S)
                     continue
                 self._dispatch(connection)

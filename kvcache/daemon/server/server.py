@@ -232,7 +232,7 @@ class Daemon:
         except BlockingIOError:
             return
         except OSError as error:  # no descriptors left: clients in the backlog are accepted later
-            _log.warning("nobody can be accepted for now: %s", error)
+            _log.warning("no client can be accepted for now: %s", error)
             self._loop.remove_reader(listener)
             self._loop.call_later(_ACCEPT_RETRY_S, self._accept_again, listener)
             return
