@@ -54,7 +54,7 @@ def test_a_bare_answer_of_an_earlier_daemon_is_read(nvme_within: Any, monkeypatc
     cache = nvme_within.open()
     for done in (True, False):
         with monkeypatch.context() as patch:
-            patch.setattr(lender, "_execute", lambda *_, done=done: {"done": done})
+            patch.setattr(slot_lease, "_execute", lambda *_, done=done: {"done": done})
             assert bool(cache.flush(1)) is done
     assert cache.flush(30)
 
