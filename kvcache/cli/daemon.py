@@ -32,9 +32,7 @@ def daemon(
         bool,
         typer.Option("--replace", help="End the daemon that listens there, if any, and take over its host memory."),
     ] = False,
-    linger_s: Annotated[
-        float | None, typer.Option(min=0.1, help="End once nobody has been connected for so long.")
-    ] = None,
+    linger_s: Annotated[float | None, typer.Option(min=0.1, help="End after this long without a client.")] = None,
 ) -> None:
     """Serve a cache to the engines of this host, until SIGTERM."""
     import kvcache

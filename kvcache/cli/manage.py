@@ -193,13 +193,13 @@ def _show(pins: Sequence[Mapping[str, Any]]) -> None:
 
 
 def prune(
-    unused: Annotated[str, typer.Option("--unused", help="For how long nobody used them: 12h, 7d, 2w.")],
+    unused: Annotated[str, typer.Option("--unused", help="For how long they were not used: 12h, 7d, 2w.")],
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Tell what would go, and remove nothing.")] = False,
     address: AddressOption = None,
     output: OutputOption = OutputFormat.table,
     as_json: JsonOption = False,
 ) -> None:
-    """Remove the namespaces of a running cache that nobody used for so long, from its own memory and drives.
+    """Remove the unused namespaces of a running cache from its own memory and drives.
 
     One of which no use is known counts from when the cache began. Tiers that others share are left alone."""
     from kvcache.daemon.client.control import send_command

@@ -19,7 +19,7 @@ ConfigOption = Annotated[str | None, typer.Option("--config", "-c", help="The se
 
 
 def ls(config: ConfigOption = None, output: OutputOption = OutputFormat.table, as_json: JsonOption = False) -> None:
-    """Name the namespaces in the store, whoever wrote them: objects, bytes, ages. Reads the listing only."""
+    """Name the namespaces in the store, of every writer: objects, bytes, ages. Reads the listing only."""
     with _opened(config) as tier:
         spaces = tier.inspector.spaces()
     if as_json or output is OutputFormat.json:
@@ -60,7 +60,7 @@ def prune(
     output: OutputOption = OutputFormat.table,
     as_json: JsonOption = False,
 ) -> None:
-    """Delete objects that are old, or more than there should be, whoever wrote them; what was in them is a miss."""
+    """Delete old or excess objects of every writer; their blocks become misses."""
     if older is None and most is None and not expired:
         raise ConfigError("which objects: give --older-than, --most or --expired")
     try:

@@ -20,7 +20,7 @@ LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
 def serve(
     model: Annotated[str, typer.Argument(help="A directory of safetensors, a GGUF file, or `smollm2`.")],
-    host: Annotated[str, typer.Option(help="The address to listen on. Nobody is asked who they are.")] = "127.0.0.1",
+    host: Annotated[str, typer.Option(help="The address to listen on. Clients are not authenticated.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one.")] = 8000,
     pages: Annotated[
         int | None,
@@ -77,7 +77,7 @@ def serve(
                 f"kvcache: {name} at {where}, {pages} pages ({held}), {engine.max_tokens} tokens a request", flush=True
             )
             if host not in LOOPBACK:
-                print(f"kvcache: {host} is not loopback: whoever reaches it may use this model", flush=True)
+                print(f"kvcache: {host} is not loopback: every client that reaches it may use this model", flush=True)
             if prompts and isinstance(opened, Cache):
                 warm_up(opened, where, prompts)
             uvicorn.Server(uvicorn.Config(app, log_level="warning")).run(sockets=[listener])

@@ -96,7 +96,7 @@ def prefill_prompts(
     from kvcache.settings.sources import load
 
     if not url:
-        raise ConfigError("--engine is missing: the URL of this node's engine, which computes what nobody has")
+        raise ConfigError("--engine is missing: the URL of this node's engine, which computes missing prefixes")
     loaded, prompts, os_env = load(path), read_prompts(file), OsEnv()
     client = EngineClient(url, model, timeout_s=patience_s)
     _ = client.model  # reports at once where the engine does not answer

@@ -277,7 +277,7 @@ class Engine:
         """Audit the engine; return one line for each fault."""
         faults = self._scheduler.check()
         if not self.unfinished and self.pool.held:
-            faults.append(f"{self.pool.held} pages held by nobody")
+            faults.append(f"{self.pool.held} pages without an owner")
         return faults
 
     def close(self) -> None:

@@ -371,7 +371,7 @@ class TierContract:
             ("read", [[body[:7], body]]),
         ):
             with pytest.raises(ValueError, match="segments"):
-                tier.submit(op, [address], segments)  # misuse
+                tier.submit(op, [address], segments)  # type: ignore[arg-type]  # misuse
         assert tier.contains([address]) == (NOT_FOUND,)
 
     def test_closed_is_closed(self, tier: Tier) -> None:

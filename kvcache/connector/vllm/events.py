@@ -110,7 +110,7 @@ class KVEventPublisher:
         try:
             self._name(bound, request, digests, first, hashes_a_block)
         except Exception:  # noqa: BLE001  a cache fault never fails a request
-            _log.exception("blocks of request %s are not told of", request.request_id)
+            _log.exception("the blocks of request %s were not published", request.request_id)
 
     def _name(
         self, bound: NamespaceHandle, request: Any, digests: Sequence[bytes], first: int, hashes_a_block: int
