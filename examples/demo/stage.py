@@ -134,13 +134,13 @@ class DemoEnvironment:
     def passes(self) -> Iterator[tuple[DemoPass, Iterator[ModelCall]]]:
         """The four passes, each with the calls to come: to be used up before the next one is asked for."""
         engine = self.engine(None)
-        yield self._pass("without", "without the cache"), within_budget(self.play(engine), self.wish.budget_s)
+        yield self._pass("without", "without the cache"), within_budget(self.run_script(engine), self.wish.budget_s)
         cache = self.open()
         try:
             engine = self.engine(cache)
-            yield self._pass("cold", f"with the cache, which {_holds(cache)}"), self.play(engine)
+            yield self._pass("cold", f"with the cache, which {_holds(cache)}"), self.run_script(engine)
             engine.pool.clear()
-            yield self._pass("warm", "the same again, the engine's own pool (hbm) emptied"), self.play(engine)
+            yield self._pass("warm", "the same again, the engine's own pool (hbm) emptied"), self.run_script(engine)
             cache.flush()
         finally:
             cache.close()
@@ -164,7 +164,7 @@ def run_child(wish: DemoOptions) -> None:
     try:
         engine = stage.engine(cache)
         print(flush=True)
-        for call in stage.play(engine):  # as they end: the parent shows them
+        for call in stage.run_script(engine):  # as they end: the parent shows them
             print(json.dumps(asdict(call)), flush=True)
     finally:
         cache.close()
