@@ -59,7 +59,7 @@ def failed(tier: Tier, threads: Threads) -> None:
 
 def test_nvme(store: Open) -> None:
     disk, clock, threads = SimDisk(0), Clock(), Threads("nvme")
-    tier = store(port=OsEnv(disk=disk, clock=clock, executor=threads))
+    tier = store(env=OsEnv(disk=disk, clock=clock, executor=threads))
     disk.fails = {"write": (1.0, errno.EIO)}
     failed(tier, threads)
     assert tier.counters["breaker_opened"] == 1
@@ -87,7 +87,7 @@ def test_redis(values: redis.Server) -> None:
     proxy, clock, threads = Proxy(values.port), Clock(), Threads("redis")
     with ExitStack() as stack:
         stack.callback(proxy.end)
-        tier = RedisTier(proxy.url, timeout_s=60, port=OsEnv(clock=clock, executor=threads))
+        tier = RedisTier(proxy.url, timeout_s=60, os_env=OsEnv(clock=clock, executor=threads))
         stack.callback(tier.close)
         proxy.drop = True
         failed(tier, threads)
@@ -109,7 +109,7 @@ def test_redis(values: redis.Server) -> None:
 @needs_redis
 def test_redis_that_refused_only_writes(values: redis.Server) -> None:
     clock, threads = Clock(), Threads("redis")
-    tier = RedisTier(values.tcp, timeout_s=60, port=OsEnv(clock=clock, executor=threads))
+    tier = RedisTier(values.tcp, timeout_s=60, os_env=OsEnv(clock=clock, executor=threads))
     try:
         values.client.replicaof("127.0.0.1", "1")
         failed(tier, threads)

@@ -29,7 +29,7 @@ class Silent:
     """A cache whose changes a test tells by hand."""
 
     def changes(self, after: int | None, bounds: Any) -> EventBatch:
-        return EventBatch(0, lost=False, changes=())
+        return EventBatch(0, lost=False, kv_events=())
 
 
 def hashed(ids: list[int], size: int) -> list[bytes]:
