@@ -57,17 +57,12 @@ ALLOWED: Mapping[str, frozenset[str]] = {
     ),
     "parameters": frozenset(
         {
-            "kvcache/cache/api.py KVCache.namespace",
-            "kvcache/cache/cache.py Cache.namespace",
             "kvcache/cache/promote.py Promoter.__init__",
             "kvcache/cache/tier_manager.py TierManager.__init__",
             "kvcache/cache/write_back.py WriteBackQueue.__init__",
-            "kvcache/daemon/client/cache.py RemoteCache.namespace",
             "kvcache/engine/engine.py Engine.__init__",
             "kvcache/fleet/warm.py WarmUp.__init__",
             "kvcache/index/reference/index.py play",
-            "kvcache/testing/faulty_cache.py FaultyCache.namespace",
-            "kvcache/testing/naive_cache.py NaiveCache.namespace",
             "kvcache/tier/nvme/tier.py NvmeTier.__init__",
             "kvcache/tier/object/tier.py ObjectTier.__init__",
             "kvcache/tier/redis/tier.py RedisTier.__init__",

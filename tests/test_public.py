@@ -17,6 +17,7 @@ ROOT = Path(__file__).parents[1]
 NAMES = [
     "AccessError",
     "NamespaceHandle",
+    "NamespaceSpec",
     "ClosedError",
     "ConfigError",
     "FlushReport",

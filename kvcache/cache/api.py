@@ -27,15 +27,19 @@ Promises of every implementation (`tests/contract/test_cache.py` tests them):
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field, replace
 from types import TracebackType
-from typing import Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, TypedDict, runtime_checkable
 
 from kvcache.block.layout import KVLayout, Shard
+from kvcache.block.namespace import Namespace
 from kvcache.errors import LayoutError, RequestError, TokenError
 from kvcache.index.kv_events import EventBatch
 from kvcache.tier.tier import Outcome
 from kvcache.transfer.pages import Pages
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 PageIds = Sequence[Sequence[int]]
 """One list per group: the page id of each block, in order."""
@@ -242,30 +246,85 @@ class SupportsKVEvents(Protocol):
         """
 
 
+@dataclass(frozen=True)
+class NamespaceSpec:
+    """The namespace that an engine binds to, and the part of its blocks that this process holds.
+
+    `layout` to `facts` identify the namespace (`kvcache.block.namespace.Namespace`); the other fields do not.
+
+    Args:
+        shards: the shards of this process, one per group; default: all of the layout.
+        ranks: the shards of each rank, one list per rank, equal in every process of the engine. A match then counts a
+            block only if the shards of all ranks are cached. A scheduler, which has no pages, gives only `ranks`. A
+            rank gives both, or only `shards` if it only joins requests. A shard that several ranks list (a latent that
+            every rank has) is stored once, by the first.
+        ttl_s: the default of requests without their own.
+    """
+
+    layout: KVLayout
+    _: KW_ONLY
+    model: str
+    revision: str
+    adapter: str | None = None
+    tenant: str = "default"
+    cache_salt: str = field(default="", repr=False)
+    facts: Mapping[str, Any] | None = None
+    shards: Sequence[Shard] | None = None
+    ranks: Sequence[Sequence[Shard]] | None = None
+    ttl_s: float | None = None
+
+    @classmethod
+    def of(cls, spec: KVLayout | NamespaceSpec, fields: NamespaceFields) -> NamespaceSpec:
+        """The arguments of `KVCache.namespace` as one value. Raises RequestError for an invalid `ttl_s`."""
+        made = replace(spec, **fields) if isinstance(spec, NamespaceSpec) else cls(spec, **fields)
+        check_ttl(made.ttl_s)
+        return made
+
+    def namespace(self, cache_facts: Mapping[str, Any] | None = None) -> Namespace:
+        """The namespace. `cache_facts`: facts that the cache adds to the engine's."""
+        facts = {} if self.facts is None else self.facts
+        if cache_facts and isinstance(facts, Mapping):  # `Namespace` refuses anything else
+            facts = {**facts, **cache_facts}
+        return Namespace(
+            self.layout,
+            model=self.model,
+            revision=self.revision,
+            adapter=self.adapter,
+            tenant=self.tenant,
+            cache_salt=self.cache_salt,
+            facts=facts,
+        )
+
+
+class NamespaceFields(TypedDict, total=False):
+    """The keyword form of `NamespaceSpec`, for type checkers."""
+
+    model: str
+    revision: str
+    adapter: str | None
+    tenant: str
+    cache_salt: str
+    facts: Mapping[str, Any] | None
+    shards: Sequence[Shard] | None
+    ranks: Sequence[Sequence[Shard]] | None
+    ttl_s: float | None
+
+
 class KVCache(Protocol):
     def namespace(
         self,
-        layout: KVLayout,
-        *,
-        model: str,
-        revision: str,
-        adapter: str | None = None,
-        tenant: str = "default",
-        cache_salt: str = "",
-        facts: Mapping[str, Any] | None = None,
-        shards: Sequence[Shard] | None = None,
-        ranks: Sequence[Sequence[Shard]] | None = None,
-        ttl_s: float | None = None,
+        spec: KVLayout | NamespaceSpec,
+        **fields: Unpack[NamespaceFields],
     ) -> NamespaceHandle:
-        """Bind to a namespace.
+        """Bind to a namespace: `namespace(spec)`, or `namespace(layout, model=..., revision=..., ...)` for short.
 
         Args:
-            shards: the shards of this process, one per group; default: all of the layout.
-            ranks: the shards of each rank, one list per rank, equal in every process of the engine. A match then counts
-                a block only if the shards of all ranks are cached. A scheduler, which has no pages, gives only `ranks`.
-                A rank gives both, or only `shards` if it only joins requests. A shard that several ranks list (a latent
-                that every rank has) is stored once, by the first.
-            ttl_s: the default of requests without their own; no part of the namespace's identity.
+            spec: all that the namespace needs, or only its layout.
+            fields: the other fields of `NamespaceSpec`; they replace those of `spec`.
+
+        Raises:
+            NamespaceError, LayoutError, RequestError: a field is invalid.
+            ClosedError: the cache was closed.
         """
 
     def flush(self, timeout_s: float | None = None) -> FlushReport:

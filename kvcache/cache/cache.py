@@ -46,15 +46,15 @@ from __future__ import annotations
 import logging
 import threading
 import uuid
-from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Sequence
 from dataclasses import replace
 from functools import partial
 from types import TracebackType
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
-from kvcache.block.layout import KVLayout, Shard
+from kvcache.block.layout import KVLayout
 from kvcache.block.namespace import Namespace
-from kvcache.cache.api import FlushReport, NamespaceHandle, check_shards, check_ttl
+from kvcache.cache.api import FlushReport, NamespaceFields, NamespaceHandle, NamespaceSpec, check_shards
 from kvcache.cache.canary import Canary
 from kvcache.cache.erase import Erasure
 from kvcache.cache.factory import describe_size, open_lower_tiers, policy_of, quotas_of, record_codec_of
@@ -81,6 +81,9 @@ from kvcache.tier.host.tier import HostTier
 from kvcache.tier.nvme import NvmeTier
 from kvcache.tier.tier import ScrubReport, Tier, Usage
 from kvcache.transfer.copier import CopierRegistry
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 _CHECK_ROUNDS, _CHECK_FLUSH_S = 3, 0.5
 
@@ -224,31 +227,15 @@ class Cache:
 
     def namespace(
         self,
-        layout: KVLayout,
-        *,
-        model: str,
-        revision: str,
-        adapter: str | None = None,
-        tenant: str = "default",
-        cache_salt: str = "",
-        facts: Mapping[str, Any] | None = None,
-        shards: Sequence[Shard] | None = None,
-        ranks: Sequence[Sequence[Shard]] | None = None,
-        ttl_s: float | None = None,
+        spec: KVLayout | NamespaceSpec,
+        **fields: Unpack[NamespaceFields],
     ) -> CacheNamespace:
         if self._closed:
             raise ClosedError("this cache was closed; open another one")
-        held, all_shards = check_shards(layout, shards, ranks)
-        namespace = Namespace(
-            layout,
-            model=model,
-            revision=revision,
-            adapter=adapter,
-            tenant=tenant,
-            cache_salt=cache_salt,
-            facts={**(facts or {}), **self._record_codec.facts},
-        )
-        key = (namespace.id, held, all_shards, ttl_s)
+        spec = NamespaceSpec.of(spec, fields)
+        held, all_shards = check_shards(spec.layout, spec.shards, spec.ranks)
+        namespace = spec.namespace(self._record_codec.facts)
+        key = (namespace.id, held, all_shards, spec.ttl_s)
         with self._bind_lock:
             self._record_codec.bind(namespace)
             self.erasure.note(namespace)
@@ -261,14 +248,14 @@ class Cache:
                 held,
                 all_shards,
                 self.settings.flow.deadline_s,
-                check_ttl(ttl_s),
+                spec.ttl_s,
             )
             if made:
-                self._tenants[namespace.id] = tenant
+                self._tenants[namespace.id] = namespace.tenant
                 self._weigh(bound)
                 self._bound[key] = bound
         if made:
-            _log.info("%s: room for %s", model, self._fits(bound))
+            _log.info("%s: room for %s", namespace.model, self._fits(bound))
             for call in self.on_bind:
                 call(bound)
         return bound

@@ -16,7 +16,7 @@ import msgpack
 import numpy as np
 
 from kvcache.block.layout import Group, KVLayout, Shard
-from kvcache.cache.api import FlushReport, TierFlush
+from kvcache.cache.api import FlushReport, NamespaceSpec, TierFlush
 from kvcache.errors import (
     AccessError,
     ClosedError,
@@ -223,6 +223,37 @@ def parse_shards(encoded: Any) -> list[Shard]:
         raise
     except (TypeError, ValueError) as error:
         raise LayoutError(f"shards {encoded!r:.80}: expected four integers each ({error})") from None
+
+
+def encode_spec(spec: NamespaceSpec) -> dict[str, Any]:
+    """Return the fields of a `namespace` message. `ttl_s` is not sent: each request sends its own."""
+    return {
+        "layout": spec.layout.describe(),
+        "model": spec.model,
+        "revision": spec.revision,
+        "adapter": spec.adapter,
+        "tenant": spec.tenant,
+        "cache_salt": spec.cache_salt,
+        "facts": dict(spec.facts or {}),
+        "shards": None if spec.shards is None else describe_shards(spec.shards),
+        "ranks": None if spec.ranks is None else [describe_shards(shards) for shards in spec.ranks],
+    }
+
+
+def parse_spec(message: Mapping[str, Any]) -> NamespaceSpec:
+    """Return what `encode_spec` encoded. Raises LayoutError for a layout or shards that cannot be read."""
+    shards, ranks = message.get("shards"), message.get("ranks")
+    return NamespaceSpec(
+        parse_layout(message["layout"]),
+        model=message["model"],
+        revision=message["revision"],
+        adapter=message.get("adapter"),
+        tenant=message["tenant"],
+        cache_salt=message["cache_salt"],
+        facts=message["facts"],
+        shards=None if shards is None else parse_shards(shards),
+        ranks=None if ranks is None else [parse_shards(of_rank) for of_rank in ranks],
+    )
 
 
 def parse_layout(encoded: Mapping[str, Any]) -> KVLayout:

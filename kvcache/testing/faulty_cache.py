@@ -3,18 +3,20 @@ not."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import wraps
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-from kvcache.block.layout import KVLayout, Shard
-from kvcache.block.namespace import Namespace
-from kvcache.cache.api import Extras, Hit, PageIds, check_shards
+from kvcache.block.layout import KVLayout
+from kvcache.cache.api import Extras, Hit, NamespaceFields, NamespaceSpec, PageIds
 from kvcache.cache.operation import BlockTransfer
 from kvcache.testing.naive_cache import NaiveCache, NaiveNamespace, NaiveRequest
 from kvcache.tier.tier import Outcome
 from kvcache.transfer.cpu import ReferenceCopier
 from kvcache.transfer.pages import Pages
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 Fault = Literal["none", "asking", "gone", "damaged", "hung", "full"]
 """In order: no lookup is answered; promised blocks are missing; half the blocks are loaded and the other pages hold
@@ -30,30 +32,8 @@ class FaultyCache(NaiveCache):
         super().__init__()
         self.fault: Fault = fault
 
-    def namespace(
-        self,
-        layout: KVLayout,
-        *,
-        model: str,
-        revision: str,
-        adapter: str | None = None,
-        tenant: str = "default",
-        cache_salt: str = "",
-        facts: Mapping[str, Any] | None = None,
-        shards: Sequence[Shard] | None = None,
-        ranks: Sequence[Sequence[Shard]] | None = None,
-        ttl_s: float | None = None,
-    ) -> FaultyNamespace:
-        namespace = Namespace(
-            layout,
-            model=model,
-            revision=revision,
-            adapter=adapter,
-            tenant=tenant,
-            cache_salt=cache_salt,
-            facts=facts or {},
-        )
-        return FaultyNamespace(self, namespace, *check_shards(layout, shards, ranks))
+    def namespace(self, spec: KVLayout | NamespaceSpec, **fields: Unpack[NamespaceFields]) -> FaultyNamespace:
+        return FaultyNamespace(self, NamespaceSpec.of(spec, fields))
 
 
 class FaultyNamespace(NaiveNamespace):

@@ -3,15 +3,25 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kvcache.block.chain import Chain
 from kvcache.block.layout import KVLayout, Shard
-from kvcache.block.namespace import Namespace
 from kvcache.block.record import KEY_BYTES
-from kvcache.cache.api import Extras, FlushReport, Hit, PageIds, check_origin, check_shards, check_transfer, check_ttl
+from kvcache.cache.api import (
+    Extras,
+    FlushReport,
+    Hit,
+    NamespaceFields,
+    NamespaceSpec,
+    PageIds,
+    check_origin,
+    check_shards,
+    check_transfer,
+    check_ttl,
+)
 from kvcache.cache.operation import BlockTransfer
 from kvcache.cache.request import OpenRequests
 from kvcache.errors import ClosedError
@@ -20,6 +30,9 @@ from kvcache.os_env import Clock, SystemClock
 from kvcache.tier.tier import Outcome
 from kvcache.transfer.cpu import ReferenceCopier
 from kvcache.transfer.pages import Pages
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 Name = tuple[bytes, int, Shard]
 
@@ -35,32 +48,12 @@ class NaiveCache:
 
     def namespace(
         self,
-        layout: KVLayout,
-        *,
-        model: str,
-        revision: str,
-        adapter: str | None = None,
-        tenant: str = "default",
-        cache_salt: str = "",
-        facts: Mapping[str, Any] | None = None,
-        shards: Sequence[Shard] | None = None,
-        ranks: Sequence[Sequence[Shard]] | None = None,
-        ttl_s: float | None = None,
+        spec: KVLayout | NamespaceSpec,
+        **fields: Unpack[NamespaceFields],
     ) -> NaiveNamespace:
         if self.closed:
             raise ClosedError("this cache was closed; open another one")
-        namespace = Namespace(
-            layout,
-            model=model,
-            revision=revision,
-            adapter=adapter,
-            tenant=tenant,
-            cache_salt=cache_salt,
-            facts=facts or {},
-        )
-        bound = NaiveNamespace(self, namespace, *check_shards(layout, shards, ranks))
-        bound.ttl_s = check_ttl(ttl_s)
-        return bound
+        return NaiveNamespace(self, NamespaceSpec.of(spec, fields))
 
     def sweep(self) -> None:
         """Remove the blocks that have expired."""
@@ -94,12 +87,9 @@ class NaiveCache:
 class NaiveNamespace:
     _ids = itertools.count()
 
-    def __init__(
-        self, cache: NaiveCache, namespace: Namespace, shards: tuple[Shard, ...], all_shards: Sequence[Sequence[Shard]]
-    ) -> None:
-        self.cache, self.id, self.layout, self.shards = cache, namespace.id, namespace.layout, shards
-        self.all_shards = all_shards
-        self.ttl_s: float | None = None
+    def __init__(self, cache: NaiveCache, spec: NamespaceSpec) -> None:
+        self.cache, self.id, self.layout, self.ttl_s = cache, spec.namespace().id, spec.layout, spec.ttl_s
+        self.shards, self.all_shards = check_shards(spec.layout, spec.shards, spec.ranks)
 
     def request(
         self,

@@ -17,11 +17,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from kvcache.block.layout import KVLayout, Shard
-from kvcache.block.namespace import Namespace
-from kvcache.cache.api import FlushReport, NamespaceHandle, TierFlush, check_shards, check_ttl
+from kvcache.block.layout import KVLayout
+from kvcache.cache.api import FlushReport, NamespaceFields, NamespaceHandle, NamespaceSpec, TierFlush
 from kvcache.daemon.client.connection import Connection, Endpoint, TokenSource, UnixEndpoint
 from kvcache.daemon.client.request import RemoteNamespace
 from kvcache.daemon.client.transfer import StagingPool
@@ -34,6 +33,9 @@ from kvcache.index.kv_events import EventBatch, KVEvent
 from kvcache.log import logger
 from kvcache.os_env import OsEnv
 from kvcache.transfer.copier import CopierRegistry
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 CONTROL_TIMEOUT_S = 1.0
 """For a reply on the control connection, which an engine's scheduler waits for."""
@@ -110,30 +112,14 @@ class RemoteCache:
 
     def namespace(
         self,
-        layout: KVLayout,
-        *,
-        model: str,
-        revision: str,
-        adapter: str | None = None,
-        tenant: str = "default",
-        cache_salt: str = "",
-        facts: Mapping[str, Any] | None = None,
-        shards: Sequence[Shard] | None = None,
-        ranks: Sequence[Sequence[Shard]] | None = None,
-        ttl_s: float | None = None,
+        spec: KVLayout | NamespaceSpec,
+        **fields: Unpack[NamespaceFields],
     ) -> RemoteNamespace:
         self.check_open()
-        held, _ = check_shards(layout, shards, ranks)
-        namespace = Namespace(
-            layout,
-            model=model,
-            revision=revision,
-            adapter=adapter,
-            tenant=self._tenant if self._tenant and tenant == DEFAULT_TENANT else tenant,
-            cache_salt=cache_salt,
-            facts={**(facts or {}), **self._facts},
-        )
-        bound = RemoteNamespace(self, namespace, held, ranks, check_ttl(ttl_s))
+        spec = NamespaceSpec.of(spec, fields)
+        if self._tenant and spec.tenant == DEFAULT_TENANT:
+            spec = replace(spec, tenant=self._tenant)
+        bound = RemoteNamespace(self, spec, spec.namespace(self._facts))
         try:
             with self.connected() as connection:
                 bound.number(connection)

@@ -6,18 +6,18 @@ import threading
 import weakref
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import replace
 from types import TracebackType
 from typing import Any
 
 from kvcache.block.chain import Chain, Signatures, bind_signatures, tokens
-from kvcache.block.layout import Shard
 from kvcache.block.namespace import Namespace
-from kvcache.cache.api import Extras, Hit, PageIds, check_origin, check_transfer, check_ttl
+from kvcache.cache.api import Extras, Hit, NamespaceSpec, PageIds, check_origin, check_shards, check_transfer, check_ttl
 from kvcache.cache.operation import BlockTransfer
 from kvcache.cache.slot_copy import PagesSlotCopy
 from kvcache.daemon.client.connection import Connection
 from kvcache.daemon.client.transfer import ConnectedClient, TransferTask
-from kvcache.daemon.protocol import MAX_CLIENT_NAMESPACES, MAX_FRAME_BYTES, describe_shards
+from kvcache.daemon.protocol import MAX_CLIENT_NAMESPACES, MAX_FRAME_BYTES, encode_spec
 from kvcache.errors import KVCacheError
 from kvcache.log import RequestContext, logger
 from kvcache.tier.tier import Outcome
@@ -30,18 +30,13 @@ _log = logger("kvcache.daemon")
 
 
 class RemoteNamespace:
-    def __init__(
-        self,
-        cache: ConnectedClient,
-        namespace: Namespace,
-        shards: Sequence[Shard],
-        ranks: Sequence[Sequence[Shard]] | None,
-        ttl_s: float | None,
-    ) -> None:
-        self.cache, self.namespace, self.layout, self.shards = cache, namespace, namespace.layout, shards
+    def __init__(self, cache: ConnectedClient, spec: NamespaceSpec, namespace: Namespace) -> None:
+        """`namespace`: that of `spec`, with the daemon's facts. Raises LayoutError for shards outside the layout."""
+        self.cache, self.namespace, self.layout, self.ttl_s = cache, namespace, spec.layout, spec.ttl_s
+        self.shards, _ = check_shards(spec.layout, spec.shards, spec.ranks)
+        self._spec = replace(spec, facts=namespace.facts, shards=self.shards)
         self.id = namespace.id
         """The daemon's id of the namespace, which includes the daemon's facts; before its first reply, the client's."""
-        self._ranks, self.ttl_s = ranks, ttl_s
         self._number: tuple[Connection, int] | None = None
 
     def number(self, connection: Connection) -> int:
@@ -57,20 +52,7 @@ class RemoteNamespace:
         return self._number[1]
 
     def _bind(self, connection: Connection) -> dict[str, Any]:
-        n = self.namespace
-        return connection.call(
-            "namespace",
-            layout=n.layout.describe(),
-            model=n.model,
-            revision=n.revision,
-            adapter=n.adapter,
-            tenant=n.tenant,
-            cache_salt=n.cache_salt,
-            facts=dict(n.facts),
-            shards=describe_shards(self.shards),
-            ranks=None if self._ranks is None else [describe_shards(of_rank) for of_rank in self._ranks],
-            ends=list(connection.ends),
-        )
+        return connection.call("namespace", **encode_spec(self._spec), ends=list(connection.ends))
 
     def event_signature(self, signature: bytes) -> bytes:
         return bind_signatures(self.id, signature) if self.cache.isolates_tenants else signature

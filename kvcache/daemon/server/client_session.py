@@ -20,7 +20,7 @@ from kvcache.block.chain import SIGNATURE_BYTES, bind_signatures
 from kvcache.cache.api import FlushReport
 from kvcache.cache.cache import Cache
 from kvcache.cache.request import CacheNamespace, CacheRequest
-from kvcache.daemon.protocol import MAX_CLIENT_NAMESPACES, STORE_TIMEOUT_S, ProtocolError, parse_layout, parse_shards
+from kvcache.daemon.protocol import MAX_CLIENT_NAMESPACES, STORE_TIMEOUT_S, ProtocolError, parse_spec
 from kvcache.daemon.server.admission import QUOTA_REASON, Admission, Credentials
 from kvcache.daemon.server.auth import Tenant
 from kvcache.daemon.server.connection import Connection
@@ -257,21 +257,9 @@ class ClientSession:
     def _namespace(self, message: Mapping[str, Any]) -> dict[str, Any]:
         """Bind a namespace; then end the bindings in `ends`. Where binding fails, nothing changes."""
         ends = {number for number in message.get("ends") or () if type(number) is int and number in self._bound}
-        shards, ranks = message.get("shards"), message.get("ranks")
         if not self.tenant.may_act_as(message["tenant"]):
             raise AccessError(f"tenant = {message['tenant']!r:.140}: this client came in as {self.tenant.name!r}")
-        bind = partial(
-            self._cache.namespace,
-            parse_layout(message["layout"]),
-            model=message["model"],
-            revision=message["revision"],
-            adapter=message.get("adapter"),
-            tenant=message["tenant"],
-            cache_salt=message["cache_salt"],
-            facts=message["facts"],
-            shards=None if shards is None else parse_shards(shards),
-            ranks=None if ranks is None else [parse_shards(of_rank) for of_rank in ranks],
-        )
+        bind = partial(self._cache.namespace, parse_spec(message))
         if len(self._bound) - len(ends) >= MAX_CLIENT_NAMESPACES:
             raise ConfigError(f"{MAX_CLIENT_NAMESPACES} namespaces a client: no more can be bound before it ends some")
         bound = self._namespace_registry.acquire(self.tenant.name, bind, self)
