@@ -25,7 +25,7 @@ from form import Row, options, publish
 
 import kvcache
 from examples.demo.run import text_parts
-from kvcache.engine.engine import Engine
+from kvcache.engine.engine import Engine, EngineConfig
 from kvcache.engine.model import Model, load_model
 from kvcache.engine.sampling import SamplingParams
 from kvcache.engine.tokenizer import Tokenizer
@@ -91,7 +91,11 @@ def opened(url: str, *, plan: bool) -> Any:
 
 
 def engine_of(model: Model, cache: Any) -> Engine:
-    made = Engine(model, cache, pages=model.max_tokens // model.layout.block_tokens, max_batch_tokens=model.max_tokens)
+    made = Engine(
+        model,
+        cache,
+        EngineConfig(pages=model.max_tokens // model.layout.block_tokens, max_batch_tokens=model.max_tokens),
+    )
     for length in (64, 17):
         made.generate([[7] * length], SamplingParams(max_tokens=2))
     return made

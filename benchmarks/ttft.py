@@ -33,7 +33,7 @@ from form.floor import copy_rate, drive_rate, matmul_rate, memory_rate
 
 import kvcache
 from examples.demo.run import text_parts
-from kvcache.engine.engine import Engine
+from kvcache.engine.engine import Engine, EngineConfig
 from kvcache.engine.model import Model, load_model
 from kvcache.engine.sampling import SamplingParams
 from kvcache.engine.tokenizer import Tokenizer
@@ -74,7 +74,9 @@ def first_token(engine: Engine, prompt: Prompt) -> tuple[float, int, Mapping[str
 def make_engine(model: Model, cache: kvcache.KVCache | None) -> Engine:
     """Warmed up: the first step of a process pays for more than a step."""
     engine = Engine(
-        model, cache, pages=model.max_tokens // model.layout.block_tokens, max_batch_tokens=model.max_tokens
+        model,
+        cache,
+        EngineConfig(pages=model.max_tokens // model.layout.block_tokens, max_batch_tokens=model.max_tokens),
     )
     for length in (64, 17):
         engine.generate([[7] * length], SamplingParams(max_tokens=2))

@@ -47,20 +47,12 @@ ALLOWED: Mapping[str, frozenset[str]] = {
     "module lines": frozenset(),
     "function lines": frozenset(
         {
-            "kvcache/cache/cache.py Cache.__init__",
-            "kvcache/cache/request.py CacheRequest.match",
-            "kvcache/cache/tier_manager.py TierManager.__init__",
-            "kvcache/cli/serve.py serve",
             "kvcache/observe/dashboards.py alerts",
             "kvcache/tier/object/tier.py ObjectTier.__init__",
         }
     ),
     "parameters": frozenset(
         {
-            "kvcache/cache/promote.py Promoter.__init__",
-            "kvcache/cache/tier_manager.py TierManager.__init__",
-            "kvcache/cache/write_back.py WriteBackQueue.__init__",
-            "kvcache/engine/engine.py Engine.__init__",
             "kvcache/fleet/warm.py WarmUp.__init__",
             "kvcache/index/reference/index.py play",
             "kvcache/tier/nvme/tier.py NvmeTier.__init__",

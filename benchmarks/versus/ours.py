@@ -148,7 +148,7 @@ class Ours:
         """Seconds to find room for so many tokens in a full host tier."""
         assert self._cache.host.room(record_bytes(self._block_bytes)) == 0, "the host tier is not full"
         tier_manager, times = self._cache.tier_manager, []
-        before = tier_manager.index.tick()
+        before = self._cache.index.tick()
         for _ in range(runs):
             begun = time.perf_counter()
             slots = tier_manager.slots(tokens // BLOCK_TOKENS, self._block_bytes, "default", before=before)

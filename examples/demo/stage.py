@@ -29,7 +29,7 @@ from examples.demo.run import (
     shared_text,
     within_budget,
 )
-from kvcache.engine.engine import Engine
+from kvcache.engine.engine import Engine, EngineConfig
 from kvcache.engine.model import load_model
 from kvcache.engine.sampling import SamplingParams
 from kvcache.engine.tokenizer import Tokenizer
@@ -126,7 +126,7 @@ class DemoEnvironment:
 
     def engine(self, cache: kvcache.KVCache | None) -> Engine:
         pages = -(-self.model.max_tokens // self.model.layout.block_tokens)
-        return Engine(self.model, cache, pages=pages, name=self.wish.model)
+        return Engine(self.model, cache, EngineConfig(pages=pages, name=self.wish.model))
 
     def run_script(self, engine: Engine) -> Iterator[ModelCall]:
         return run_script(self.script(), engine, self.tokenizer, self.params)

@@ -55,30 +55,22 @@ from typing import TYPE_CHECKING, Any, cast
 from kvcache.block.layout import KVLayout
 from kvcache.block.namespace import Namespace
 from kvcache.cache.api import FlushReport, NamespaceFields, NamespaceHandle, NamespaceSpec, check_shards
-from kvcache.cache.canary import Canary
 from kvcache.cache.erase import Erasure
-from kvcache.cache.factory import describe_size, open_lower_tiers, policy_of, quotas_of, record_codec_of
-from kvcache.cache.load_plan import LoadPlan
-from kvcache.cache.miss_explainer import MissExplainer
+from kvcache.cache.factory import build_context, describe_size
 from kvcache.cache.namespace_gc import NamespaceGC
 from kvcache.cache.policy_state import PolicyState
 from kvcache.cache.request import CacheNamespace, CacheRequest, OpenRequests
-from kvcache.cache.shared_lookup import SharedLookup, SharedTier
+from kvcache.cache.shared_lookup import SharedTier
 from kvcache.cache.tier_manager import TierManager
-from kvcache.cache.usage import NamespaceUsage, UsageByNamespace, UsageLog
+from kvcache.cache.usage import NamespaceUsage, UsageByNamespace
 from kvcache.errors import ClosedError
 from kvcache.index.block_run import BlockRun, place_of
-from kvcache.index.cost_classes import CostClass, CostClasses, ModelShape
+from kvcache.index.cost_classes import CostClass, ModelShape
 from kvcache.index.index import Index
 from kvcache.index.kv_events import EventBatch
-from kvcache.index.mrc import MissRatioCurve
-from kvcache.observe.events import EventLog
-from kvcache.observe.metrics import Counters
 from kvcache.os_env import OsEnv
 from kvcache.settings import Settings
 from kvcache.settings.types import show_bytes
-from kvcache.tier.host.tier import HostTier
-from kvcache.tier.nvme import NvmeTier
 from kvcache.tier.tier import ScrubReport, Tier, Usage
 from kvcache.transfer.copier import CopierRegistry
 
@@ -93,6 +85,24 @@ _log = logging.getLogger("kvcache")
 class Cache:
     """Implements `kvcache.cache.api.KVCache`. `kvcache.open` creates it."""
 
+    on_close: list[Callable[[], object]]
+    """Called when closing begins. Front ends that reach this cache from outside release it here."""
+    on_flush: list[Callable[[float | None], bool]]
+    """Called first by `flush`, with the remaining time.
+
+    Each returns whether the stores that clients have begun are complete.
+    """
+    on_quiesced: list[Callable[[], object]]
+    """Called when no record moves any more, before the tiers are closed."""
+    on_bind: list[Callable[[CacheNamespace], object]]
+    """Called with each namespace that an engine binds for the first time."""
+    readiness_checks: list[Callable[[], bool]]
+    """Conditions that must all hold before the cache is ready."""
+    binds_signatures: bool
+    """Whether clients use other signatures than the index. `bind_signatures` translates them."""
+    control_handlers: dict[str, Callable[[dict[Any, Any]], dict[str, Any]]]
+    """Handlers of other packages for control socket requests, by name."""
+
     def __init__(
         self, settings: Settings, os_env: OsEnv | None = None, *, shared: bool = False, served_address: str = ""
     ) -> None:
@@ -102,93 +112,25 @@ class Cache:
             shared: whether other processes may map the host memory.
             served_address: the address under which other processes reach this cache.
         """
-        self.settings = settings
         os_env = os_env or OsEnv()
-        self.counters = Counters()
-        self.events = EventLog(os_env.clock)
-        self._record_codec = record_codec_of(settings, self.counters)
-        self.lower_tiers = open_lower_tiers(settings, os_env, served_address)
-        self.host = HostTier(
-            capacity_bytes=settings.host.capacity_bytes,
-            slab_bytes=settings.host.slab_bytes,
-            verify_arena=settings.host.verify_arena,
-            shared=shared,
-            os_env=os_env,
-        )
-        names = [self.host.name, *(tier.name for tier in self.lower_tiers)]
-        self.index = Index(names, policy_of(settings), clock=os_env.clock)
-        self.quotas = quotas_of(settings)
-        self.cost_classes = CostClasses(self.index, names, self.quotas)
-        self.host.arena.quota = lambda tenant: self.quotas.of(tenant, self.host.name).quota_bytes
-        self.miss_explainer = MissExplainer(
-            self.index,
-            os_env.clock,
-            settings.explain.memory_bytes,
-            [tier.name for tier in self.lower_tiers if tier.shared],
-        )
-        self.index.on_evicted = self.miss_explainer.on_evicted
-        self._background = os_env.executor(1, "curve")
-        usage_log, directory = (
-            UsageLog(os_env.clock),
-            str(settings.nvme.directories[0]) if settings.nvme.enabled else None,
-        )
-        self.policy_state = PolicyState(
-            directory, self.index, self.cost_classes, usage_log, self.counters, os_env, self._background.submit
-        )
+        context = self._context = build_context(settings, os_env, shared=shared, served_address=served_address)
+        self.settings, self.os_env = settings, os_env
+        self.index, self.host, self.lower_tiers = context.index, context.host, context.lower_tiers
+        self.cost_classes, self.quotas = context.cost_classes, context.cost_classes.quotas
+        self.counters, self.events, self.miss_explainer = context.counters, context.events, context.miss_explainer
+        self.usage_log, self.plan, self.expiry = context.usage_log, context.plan, context.expiry
+        self.bypass, self.pins = context.bypass, context.pins
+        self.policy_state = PolicyState(context, str(settings.nvme.directories[0]) if settings.nvme.enabled else None)
         self.policy_state.load()  # indexing the tiers applies the use counts, so they are loaded first
-        for tier in self.lower_tiers:
-            if not tier.shared:
-                _index_stored_records(self.index, tier)
-        self.tier_manager = TierManager(
-            index=self.index,
-            cost_classes=self.cost_classes,
-            curve=self._curve(),
-            host=self.host,
-            lower_tiers=self.lower_tiers,
-            record_codec=self._record_codec,
-            counters=self.counters,
-            events=self.events,
-            miss_explainer=self.miss_explainer,
-            usage_log=usage_log,
-            plan=LoadPlan(os_env.clock, self.counters, enabled=settings.plan.enabled),
-            os_env=os_env,
-            shared_lookup=SharedLookup(
-                [cast(SharedTier, tier) for tier in self.lower_tiers if tier.shared],
-                index=self.index,
-                os_env=os_env,
-                max_known_blocks=settings.flow.known_blocks,
-                deadline_s=settings.flow.lookup_timeout_s,
-            ),
-            canary=Canary(settings.canary.sample_rate, self._record_codec.error_bound, self.counters, os_env),
-            write={name: getattr(settings, name).write for name in (NvmeTier.name, "redis", "object")},
-            queue_blocks=settings.flow.queue_blocks,
-            threads=settings.flow.threads,
-        )
-        self.namespace_usage = NamespaceUsage(self.index, (self.host, *self.lower_tiers), os_env.clock, self._sizes)
-        manager = self.tier_manager
-        self.erasure = Erasure(
-            self.index,
-            (self.host, *self.lower_tiers),
-            self.namespace_usage,
-            manager.settle,
-            manager.wipe,
-            os_env,
-        )
         own = [tier for tier in self.lower_tiers if not tier.shared]
+        for tier in own:
+            _index_stored_records(self.index, tier)
+        manager = self.tier_manager = TierManager(context)
+        self.namespace_usage = NamespaceUsage(self.index, context.tiers, os_env.clock, self._sizes)
+        self.erasure = Erasure(self.index, context.tiers, self.namespace_usage, manager.settle, manager.wipe, os_env)
         self._bind_lock = threading.Lock()
-        own_names = [self.host.name, *(tier.name for tier in own)]
-        self._namespace_gc = NamespaceGC(
-            self.index,
-            own_names,
-            self._record_codec,
-            self.cost_classes,
-            self.erasure,
-            lambda: self.bounds,
-            self._bind_lock,
-        )
-        self.ttl_scans = [
-            self.erasure.submit(partial(self.tier_manager.expiry.learn, tier.expirations)) for tier in own
-        ]
+        self._namespace_gc = NamespaceGC(context, self.erasure, lambda: self.bounds, self._bind_lock)
+        self.ttl_scans = [self.erasure.submit(partial(self.expiry.learn, tier.expirations)) for tier in own]
         self.index.on_request = self.policy_state.used
         self._pin_executor = os_env.executor(1, "pin")
         self.copiers = CopierRegistry(self._pin_executor.submit)
@@ -197,23 +139,8 @@ class Cache:
         self._tenants: dict[bytes, str] = {}  # by namespace id, of bound namespaces
         self.index.kv_events.tenant = lambda namespace: self._tenants.get(namespace, "")
         self._register: OpenRequests[CacheRequest] = OpenRequests()
-        self.on_close: list[Callable[[], object]] = []
-        """Called when closing begins. Front ends that reach this cache from outside release it here."""
-        self.on_flush: list[Callable[[float | None], bool]] = []
-        """Called first by `flush`, with the remaining time.
-
-        Each returns whether the stores that clients have begun are complete.
-        """
-        self.on_quiesced: list[Callable[[], object]] = []
-        """Called when no record moves any more, before the tiers are closed."""
-        self.on_bind: list[Callable[[CacheNamespace], object]] = []
-        """Called with each namespace that an engine binds for the first time."""
-        self.readiness_checks: list[Callable[[], bool]] = []
-        """Conditions that must all hold before the cache is ready."""
-        self.binds_signatures = False
-        """Whether clients use other signatures than the index. `bind_signatures` translates them."""
-        self.control_handlers: dict[str, Callable[[dict[Any, Any]], dict[str, Any]]] = {}
-        """Handlers of other packages for control socket requests, by name."""
+        self.on_close, self.on_flush, self.on_quiesced, self.on_bind, self.readiness_checks = [], [], [], [], []
+        self.control_handlers, self.binds_signatures = {}, False
         self._closed = False
         self._flushed = FlushReport(fault="the cache is being closed")  # until `close` replaces it
         self._watch = manager.watch()
@@ -234,20 +161,20 @@ class Cache:
             raise ClosedError("this cache was closed; open another one")
         spec = NamespaceSpec.of(spec, fields)
         held, all_shards = check_shards(spec.layout, spec.shards, spec.ranks)
-        namespace = spec.namespace(self._record_codec.facts)
+        namespace = spec.namespace(self._context.record_codec.facts)
         key = (namespace.id, held, all_shards, spec.ttl_s)
         with self._bind_lock:
-            self._record_codec.bind(namespace)
+            self._context.record_codec.bind(namespace)
             self.erasure.note(namespace)
             made = key not in self._bound
             bound = self._bound.get(key) or CacheNamespace(
+                self._context,
                 self.tier_manager,
                 self.copiers,
                 self._register,
                 namespace,
                 held,
                 all_shards,
-                self.settings.flow.deadline_s,
                 spec.ttl_s,
             )
             if made:
@@ -271,25 +198,16 @@ class Cache:
             self._namespace_gc.add(unbound)
         self.erasure.submit(self._namespace_gc.collect)
 
-    def _curve(self) -> MissRatioCurve:
-        own = [tier for tier in (self.host, *self.lower_tiers) if not tier.shared]
-        return MissRatioCurve(
-            {tier.name: tier.usage().capacity_bytes for tier in own},
-            self.index.policy,
-            self.index.values,
-            self._background.submit,
-            samples=self.settings.evict.mrc_samples,
-            refuses=self.host.name if not self.lower_tiers else "",
-        )
-
     def curve(self) -> dict[str, Any]:
-        return self.tier_manager.curve.report()
+        return self._context.curve.report()
 
     def _weigh(self, bound: CacheNamespace) -> None:
         """Compute the record sizes of a namespace in each tier and register its cost classes."""
         tiers = [self.host.name, *(tier.name for tier in self.lower_tiers)]
         sizes = [
-            tuple(self._record_codec.stored_bytes(tier, bound.layout, place.group, place.shard) for tier in tiers)
+            tuple(
+                self._context.record_codec.stored_bytes(tier, bound.layout, place.group, place.shard) for tier in tiers
+            )
             for place in bound.all_shards
         ]
         name = (bound.namespace.model, bound.namespace.revision, bound.namespace.adapter or "")
@@ -306,11 +224,11 @@ class Cache:
         capacities = []
         for tier in (self.host, *(tier for tier in self.lower_tiers if not tier.shared)):
             of_block = sum(
-                self._record_codec.stored_bytes(tier.name, bound.layout, place.group, place.shard)
+                self._context.record_codec.stored_bytes(tier.name, bound.layout, place.group, place.shard)
                 for place in growing or bound.all_shards
             )
             tokens = tier.usage().capacity_bytes // of_block * bound.layout.block_tokens
-            capacities.append(f"{tokens:,} tokens in {tier.name} ({self._record_codec.codec_of(tier.name)})")
+            capacities.append(f"{tokens:,} tokens in {tier.name} ({self._context.record_codec.codec_of(tier.name)})")
         return ", ".join(capacities)
 
     def _sizes(self) -> dict[bytes, int]:
@@ -321,7 +239,7 @@ class Cache:
 
     def counted(self) -> UsageByNamespace:
         """Records and bytes by namespace and tier from the last count. Never waits for a new one."""
-        return self.namespace_usage.cached(self._background.submit)
+        return self.namespace_usage.cached(self._context.background.submit)
 
     @property
     def bounds(self) -> list[CacheNamespace]:
@@ -335,7 +253,7 @@ class Cache:
     @property
     def facts(self) -> dict[str, Any]:
         """Facts that this cache adds to those of every namespace."""
-        return self._record_codec.facts
+        return self._context.record_codec.facts
 
     def ready(self) -> bool:
         """Whether engines should send requests: each readiness check has succeeded or reached its time limit."""
@@ -347,9 +265,9 @@ class Cache:
         return self.tier_manager.flush(timeout_s, watch=self._watch, first=self.on_flush)
 
     def stats(self) -> dict[str, Any]:
-        held, pinned = self.tier_manager.holds.held_bytes(), self.tier_manager.pins.held_bytes()
+        held, pinned = self._context.holds.held_bytes(), self.pins.held_bytes()
         tiers = {}
-        for tier in (self.host, *self.lower_tiers):
+        for tier in self._context.tiers:
             # a shared server would take time to answer, and its totals include other caches
             usage = Usage(self.index.resident(tier.name), 0, 0) if tier.shared else tier.usage()
             health_issues = tier.health_issues()
@@ -359,20 +277,20 @@ class Cache:
                 "capacity_bytes": usage.capacity_bytes,
                 "held_bytes": held[tier.name],
                 "pinned_bytes": pinned[tier.name],
-                "read_bytes_per_s": self.tier_manager.plan.read_bytes_per_s(tier.name),
+                "read_bytes_per_s": self.plan.read_bytes_per_s(tier.name),
                 "troubles": health_issues,
                 "in_trouble": len(health_issues),
                 "faults": cast(SharedTier, tier).faults if tier.shared else {},
             }
         queued = sum(len(lane) for lane in self.tier_manager.write_back_queues)
-        bypass = {"loads": self.tier_manager.bypass.loads, "stores": self.tier_manager.bypass.stores}
-        canary = {"worst": self.tier_manager.canary.worst}
+        bypass = {"loads": self.bypass.loads, "stores": self.bypass.stores}
+        canary = {"worst": self._context.canary.worst}
         return {
             "tiers": tiers,
             "queued_blocks": queued,
             "bypass": bypass,
             "canary": canary,
-            "curve": self.tier_manager.curve.rates(),
+            "curve": self._context.curve.rates(),
             "counters": self.counters.tree(),
         }
 
@@ -390,7 +308,7 @@ class Cache:
         Shared tiers are skipped: other caches change them, so the index may differ.
         """
         faults = self.index.check()
-        tiers = [tier for tier in (self.host, *self.lower_tiers) if not tier.shared]
+        tiers = [tier for tier in self._context.tiers if not tier.shared]
         differ = [self._index_mismatch(tier) for tier in tiers]
         # records in motion differ for a moment; a fault is a difference that every round finds
         for _ in range(_CHECK_ROUNDS):
@@ -414,7 +332,7 @@ class Cache:
         for tier in self.lower_tiers:
             tier.keep_files(True)
             try:
-                left = tier.scrub(unwanted=self._record_codec.is_obsolete)
+                left = tier.scrub(unwanted=self._context.record_codec.is_obsolete)
                 if left.unwanted:
                     tier.wipe()
             finally:
@@ -447,11 +365,11 @@ class Cache:
         self.host.arena.watch()
         self._pin_executor.close()
         self.erasure.close()
-        self._background.close()
+        self._context.background.close()
         self.policy_state.save()
         self.copiers.close()
         # each tier is closed even if another one fails
-        closed = {tier.name: tier.close() for tier in (self.host, *self.lower_tiers)}
+        closed = {tier.name: tier.close() for tier in self._context.tiers}
         tiers = {name: replace(tier, synced=tier.synced and closed[name]) for name, tier in report.tiers.items()}
         self._flushed = replace(report, tiers=tiers)
         return self._flushed

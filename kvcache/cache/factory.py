@@ -1,27 +1,120 @@
-"""Builds the parts of a cache from its settings: tiers, policy, quotas and record codec; describes tier sizes."""
+"""Builds the components of a cache from its settings; describes tier sizes."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import cast
 
 from kvcache.block.cipher import CipherKeys
+from kvcache.cache.canary import Canary
+from kvcache.cache.context import Bypass, CacheContext
+from kvcache.cache.expiry import Expiry
+from kvcache.cache.holds import Holds
+from kvcache.cache.load_plan import LoadPlan
+from kvcache.cache.miss_explainer import MissExplainer
+from kvcache.cache.pins import Pins
+from kvcache.cache.shared_lookup import SharedLookup, SharedTier
+from kvcache.cache.usage import UsageLog
 from kvcache.errors import ConfigError
 from kvcache.evict.hazard import Hazard
 from kvcache.evict.policy import LRU, Policy
 from kvcache.evict.quotas import UNLIMITED, Quota, Quotas
+from kvcache.index.cost_classes import CostClasses
+from kvcache.index.index import Index
+from kvcache.index.mrc import MissRatioCurve
 from kvcache.machine import file_system
+from kvcache.observe.events import EventLog
 from kvcache.observe.metrics import Counters
 from kvcache.os_env import OsEnv
 from kvcache.settings import Settings
 from kvcache.settings.types import check_at_most, show_bytes
+from kvcache.tier.host.tier import HostTier
 from kvcache.tier.nvme import NvmeTier, open_drives
 from kvcache.tier.record_codec import RecordCodec
 from kvcache.tier.tier import Tier
 
-# Tiers under host memory, the fastest first.
-
 _log = logging.getLogger("kvcache")
+
+
+def build_context(settings: Settings, os_env: OsEnv, *, shared: bool, served_address: str) -> CacheContext:
+    """Open the tiers and build the index and the components over them. Nothing is indexed yet.
+
+    Args:
+        shared: whether other processes may map the host memory.
+        served_address: the address under which other processes reach this cache.
+    """
+    counters, events = Counters(), EventLog(os_env.clock)
+    record_codec = record_codec_of(settings, counters)
+    lower_tiers = open_lower_tiers(settings, os_env, served_address)
+    host = _open_host(settings, os_env, shared=shared)
+    tiers, shared_tiers = (host, *lower_tiers), [cast(SharedTier, tier) for tier in lower_tiers if tier.shared]
+    names = [tier.name for tier in tiers]
+    index = Index(names, policy_of(settings), clock=os_env.clock)
+    cost_classes = CostClasses(index, names, quotas_of(settings))
+    host.arena.quota = lambda tenant: cost_classes.quotas.of(tenant, host.name).quota_bytes
+    miss_explainer = MissExplainer(
+        index, os_env.clock, settings.explain.memory_bytes, [tier.name for tier in shared_tiers]
+    )
+    index.on_evicted = miss_explainer.on_evicted
+    background = os_env.executor(1, "curve")
+    return CacheContext(
+        settings=settings,
+        os_env=os_env,
+        background=background,
+        index=index,
+        host=host,
+        lower_tiers=lower_tiers,
+        record_codec=record_codec,
+        cost_classes=cost_classes,
+        counters=counters,
+        events=events,
+        miss_explainer=miss_explainer,
+        usage_log=UsageLog(os_env.clock),
+        curve=MissRatioCurve(
+            {tier.name: tier.usage().capacity_bytes for tier in tiers if not tier.shared},
+            index.policy,
+            index.values,
+            background.submit,
+            samples=settings.evict.mrc_samples,
+            refuses=host.name if not lower_tiers else "",
+        ),
+        bypass=Bypass(),
+        canary=Canary(settings.canary.sample_rate, record_codec.error_bound, counters, os_env),
+        expiry=Expiry(
+            index=index,
+            host=host,
+            lower_tiers=lower_tiers,
+            counters=counters,
+            events=events,
+            miss_explainer=miss_explainer,
+            clock=os_env.clock,
+        ),
+        holds=Holds(index, tiers),
+        pins=Pins(index, tiers, os_env.clock),
+        plan=LoadPlan(os_env.clock, counters, enabled=settings.plan.enabled),
+        shared_lookup=_shared_lookup(settings, shared_tiers, index, os_env),
+    )
+
+
+def _open_host(settings: Settings, os_env: OsEnv, *, shared: bool) -> HostTier:
+    return HostTier(
+        capacity_bytes=settings.host.capacity_bytes,
+        slab_bytes=settings.host.slab_bytes,
+        verify_arena=settings.host.verify_arena,
+        shared=shared,
+        os_env=os_env,
+    )
+
+
+def _shared_lookup(settings: Settings, tiers: Sequence[SharedTier], index: Index, os_env: OsEnv) -> SharedLookup:
+    return SharedLookup(
+        tiers,
+        index=index,
+        os_env=os_env,
+        max_known_blocks=settings.flow.known_blocks,
+        deadline_s=settings.flow.lookup_timeout_s,
+    )
 
 
 def open_lower_tiers(settings: Settings, os_env: OsEnv, served_address: str) -> list[Tier]:

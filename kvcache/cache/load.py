@@ -13,6 +13,7 @@ from itertools import repeat
 from operator import itemgetter
 
 from kvcache.block.record import Address
+from kvcache.cache.context import CacheContext
 from kvcache.cache.holds import HOLD_DIVISOR, Holds
 from kvcache.cache.operation import BlockTransfer
 from kvcache.cache.promote import InflightRead
@@ -32,6 +33,7 @@ _log = logger("kvcache.load")
 
 @dataclass(kw_only=True)
 class Load:
+    context: CacheContext
     tier_manager: TierManager
     work: RequestContext
     namespace: bytes
@@ -49,12 +51,12 @@ class Load:
     _brought: dict[str, tuple[int, int]] = field(default_factory=dict)  # by tier: records, bytes; not counted yet
 
     @staticmethod
-    def window_bytes(tier_manager: TierManager) -> int:
+    def window_bytes(context: CacheContext) -> int:
         """Bytes of a window.
 
         Two windows are in progress at a time: together at most the share of host that requests may hold.
         """
-        return min(WINDOW_BYTES, tier_manager.host.arena.capacity_bytes // HOLD_DIVISOR // 2)
+        return min(WINDOW_BYTES, context.host.arena.capacity_bytes // HOLD_DIVISOR // 2)
 
     def run(self) -> None:
         """Run the load. Never raises: a cache fault never fails a request.
@@ -87,14 +89,14 @@ class Load:
         An error here does not change the load's outcome.
         """
         try:
-            self.transfer.seconds = seconds = self.tier_manager.os_env.clock.now() - self.begun
-            self.tier_manager.holds.release(self.claim)
+            self.transfer.seconds = seconds = self.context.os_env.clock.now() - self.begun
+            self.context.holds.release(self.claim)
             if self._host_only and whole:
                 sizes = (
                     chain.payload_bytes * (min(need.stop, self.blocks.stop) - max(need.start, self.blocks.start))
                     for chain, need in zip(self.chains, self.needs, strict=True)
                 )
-                self.tier_manager.plan.copied(sum(size for size in sizes if size > 0), seconds)
+                self.context.plan.copied(sum(size for size in sizes if size > 0), seconds)
         except Exception:  # noqa: BLE001  a cache fault never fails a request
             _log.exception("what a load held, or how long it took, is not accounted for")
 
@@ -113,14 +115,14 @@ class Load:
                     undo.pop_all()
             if failed is not None:
                 block, outcome = failed
-                self.tier_manager.counters.add("load_failures", count - block, outcome=outcome.value)
+                self.context.counters.add("load_failures", count - block, outcome=outcome.value)
                 return failed
             current = following
         return None
 
     def _windows(self) -> Iterator[range]:
         """Ranges of blocks, each within the window's bytes or one block long."""
-        limit, first, size = self.window_bytes(self.tier_manager), 0, 0
+        limit, first, size = self.window_bytes(self.context), 0, 0
         for i in range(len(self.blocks)):
             block = self.blocks[i]
             of_block = sum(c.payload_bytes for c, need in zip(self.chains, self.needs, strict=True) if block in need)
@@ -137,16 +139,16 @@ class Load:
         for group, (chain, need) in enumerate(zip(self.chains, self.needs, strict=True)):
             group_blocks = [i for i in blocks if self.blocks[i] in need]
             addresses = chain.addresses([self.blocks[i] for i in group_blocks])
-            parts += zip(group_blocks, repeat(group), addresses, self.tier_manager.host.acquire_all(addresses))
+            parts += zip(group_blocks, repeat(group), addresses, self.context.host.acquire_all(addresses))
         if len(self.chains) > 1:
             parts.sort(key=itemgetter(0, 1))
         entries: list[LoadEntry] = []
         below: list[tuple[int, Address, int]] = []  # position in entries, address, bytes
         for i, group, address, held in parts:
-            if held is not None and self.tier_manager.expiry.is_expired(
+            if held is not None and self.context.expiry.is_expired(
                 held.slot.expires_ms
             ):  # expired, but not yet removed: a sweep removes a limited number at a time
-                self.tier_manager.host.arena.release(held.slot)
+                self.context.host.arena.release(held.slot)
                 entries.append((i, group, Outcome.NOT_FOUND))
                 continue
             if held is None:
@@ -184,37 +186,35 @@ class Load:
             return None
         finally:
             self._release(entries[taken:])
-            self.tier_manager.host.arena.release(*[held.slot for _, _, held in ready])
+            self.context.host.arena.release(*[held.slot for _, _, held in ready])
 
     def _arrived(
         self, i: int, group: int, source: HostRecord | InflightRead | Outcome, ready: list[tuple[int, int, HostRecord]]
     ) -> tuple[HostRecord | None, Outcome]:
-        if self.transfer.cancelled or self.tier_manager.bypass.loads:
+        if self.transfer.cancelled or self.context.bypass.loads:
             if isinstance(source, HostRecord):
-                self.tier_manager.host.arena.release(source.slot)
+                self.context.host.arena.release(source.slot)
             return None, Outcome.CANCELLED
         if isinstance(source, HostRecord):
-            if self.tier_manager.host.is_intact(source):
-                self._add_loaded(self.tier_manager.host.name, source.payload_bytes)
+            if self.context.host.is_intact(source):
+                self._add_loaded(self.context.host.name, source.payload_bytes)
                 return source, Outcome.DONE
-            self.tier_manager.host.arena.release(source.slot)
-            self.tier_manager.index.discard(source.address, self.tier_manager.host.name)
+            self.context.host.arena.release(source.slot)
+            self.context.index.discard(source.address, self.context.host.name)
             check = Outcome.DAMAGED.value
-            self.tier_manager.counters.add("refused_records", tier=self.tier_manager.host.name, check=check)
-            self.tier_manager.events.add(
-                "refused", tier=self.tier_manager.host.name, namespace=self.namespace, reason=check
-            )
-            self.tier_manager.miss_explainer.refused(self.tier_manager.host.name, source.address.signature, check)
+            self.context.counters.add("refused_records", tier=self.context.host.name, check=check)
+            self.context.events.add("refused", tier=self.context.host.name, namespace=self.namespace, reason=check)
+            self.context.miss_explainer.refused(self.context.host.name, source.address.signature, check)
             return None, Outcome.DAMAGED
         if isinstance(source, Outcome):
             return None, source
         if not source.outcome.settled:  # use the wait: copy the blocks that are ready
             ready[:] = self._copy(ready, i)
-        outcome = self.tier_manager.promoter.wait(source, self.deadline - self.tier_manager.os_env.clock.now())
+        outcome = self.tier_manager.promoter.wait(source, self.deadline - self.context.os_env.clock.now())
         if outcome is not Outcome.DONE:
             return None, outcome
         self._add_loaded(source.source, source.payload_bytes)
-        held = self.tier_manager.host.acquire(source.address)
+        held = self.context.host.acquire(source.address)
         return held, Outcome.DONE if held is not None else Outcome.NOT_FOUND
 
     def _copy(self, ready: list[tuple[int, int, HostRecord]], end: int) -> list[tuple[int, int, HostRecord]]:
@@ -228,7 +228,7 @@ class Load:
             self.transfer.begun(end if end < len(self.blocks) else whole[-1][0] + 1, copies)
             wait_all(copies)
         self._count()
-        self.tier_manager.host.arena.release(*[held.slot for _, _, held in whole])
+        self.context.host.arena.release(*[held.slot for _, _, held in whole])
         if whole:
             self.transfer.settle_run(whole[0][0], min(whole[-1][0] + 1, len(self.blocks) - 1), Outcome.DONE)
         return ready[len(whole) :]
@@ -240,12 +240,10 @@ class Load:
     def _count(self) -> None:
         """Count the loaded records before any waiter sees their blocks as done."""
         for tier, (records, size) in self._brought.items():
-            self.tier_manager.counters.add("loaded_blocks", records, tier=tier)
-            self.tier_manager.counters.add("loaded_bytes", size, tier=tier)
-            self.tier_manager.events.add("loaded", tier=tier, namespace=self.namespace, blocks=records, bytes=size)
+            self.context.counters.add("loaded_blocks", records, tier=tier)
+            self.context.counters.add("loaded_bytes", size, tier=tier)
+            self.context.events.add("loaded", tier=tier, namespace=self.namespace, blocks=records, bytes=size)
         self._brought.clear()
 
     def _release(self, entries: Sequence[LoadEntry]) -> None:
-        self.tier_manager.host.arena.release(
-            *[source.slot for _, _, source in entries if isinstance(source, HostRecord)]
-        )
+        self.context.host.arena.release(*[source.slot for _, _, source in entries if isinstance(source, HostRecord)])

@@ -11,40 +11,29 @@ import threading
 from collections.abc import Callable, Collection, Iterable, Sequence
 
 from kvcache.block.chain import SIGNATURE_BYTES
+from kvcache.cache.context import CacheContext
 from kvcache.cache.erase import Erasure
 from kvcache.cache.request import CacheNamespace
-from kvcache.index.cost_classes import CostClasses
-from kvcache.index.index import Index
-from kvcache.tier.record_codec import RecordCodec
 
 
 class NamespaceGC:
     """Collects unbound namespaces.
 
     Args:
-        tiers: the cache's own tiers.
         bounds: the current bindings.
         binding: the lock held while a binding is made.
     """
 
     def __init__(
         self,
-        index: Index,
-        tiers: Sequence[str],
-        record_codec: RecordCodec,
-        cost_classes: CostClasses,
+        context: CacheContext,
         erasure: Erasure,
         bounds: Callable[[], Sequence[CacheNamespace]],
         binding: threading.Lock,
     ) -> None:
-        self._index, self._tiers, self._record_codec, self._cost_classes, self._erasure = (
-            index,
-            tiers,
-            record_codec,
-            cost_classes,
-            erasure,
-        )
-        self._bounds, self._bind_lock = bounds, binding
+        self._index, self._record_codec, self._cost_classes = context.index, context.record_codec, context.cost_classes
+        self._tiers = [tier.name for tier in context.tiers if not tier.shared]
+        self._erasure, self._bounds, self._bind_lock = erasure, bounds, binding
         self._added = 0
         self.places: set[bytes] = set()
         """Places whose state is still kept."""

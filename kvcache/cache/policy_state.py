@@ -18,7 +18,6 @@ import json
 import os
 import threading
 from base64 import b64decode, b64encode
-from collections.abc import Callable
 from contextlib import suppress
 from hashlib import sha256
 from math import isfinite, prod
@@ -29,13 +28,9 @@ from zlib import compress, decompressobj
 import numpy as np
 from numpy.typing import NDArray
 
-from kvcache.cache.usage import UsageLog
+from kvcache.cache.context import CacheContext
 from kvcache.evict.policy import AGE_EDGES, Policy
-from kvcache.index.cost_classes import CostClasses
-from kvcache.index.index import Index
 from kvcache.log import logger
-from kvcache.observe.metrics import Counters
-from kvcache.os_env import OsEnv
 
 FILE_NAME = "policy"
 FORMAT = b"kvcache policy 2\n"
@@ -55,20 +50,12 @@ _log = logger("kvcache.policy_state")
 class PolicyState:
     """Saves and loads the state. `directory`: where the file is; None saves nothing."""
 
-    def __init__(
-        self,
-        directory: str | None,
-        index: Index,
-        cost_classes: CostClasses,
-        usage_log: UsageLog,
-        counters: Counters,
-        os_env: OsEnv,
-        submit: Callable[[Callable[[], None]], object],
-    ) -> None:
+    def __init__(self, context: CacheContext, directory: str | None) -> None:
         self._path = None if directory is None else os.path.join(directory, FILE_NAME)
-        self._directory, self._index, self._cost_classes, self._usage_log = directory, index, cost_classes, usage_log
-        self._counters, self._os_env, self._submit = counters, os_env, submit
-        self._due = os_env.clock.now() + SAVE_INTERVAL_S
+        self._directory, self._index, self._cost_classes = directory, context.index, context.cost_classes
+        self._usage_log, self._counters, self._os_env = context.usage_log, context.counters, context.os_env
+        self._submit = context.background.submit
+        self._due = context.os_env.clock.now() + SAVE_INTERVAL_S
         self._writing = threading.Lock()
 
     def load(self) -> None:

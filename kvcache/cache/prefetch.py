@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 
 from kvcache.cache.promote import InflightRead
 from kvcache.cache.request import CacheNamespace
-from kvcache.cache.tier_manager import TierManager
 from kvcache.index.block_run import ALL_BLOCKS, BlockRun, ChainView, wanted
 from kvcache.tier.tier import BACKGROUND, Outcome
 
@@ -55,7 +54,6 @@ class Prefetcher:
 
     def __init__(
         self,
-        tier_manager: TierManager,
         bound: CacheNamespace,
         packed: bytes,
         room: ByteBudget | None,
@@ -64,16 +62,17 @@ class Prefetcher:
         most_blocks: int = ALL_BLOCKS,
     ) -> None:
         self._most_blocks = most_blocks
-        self._tier_manager, self._bound, self._packed, self._room, self._ends = tier_manager, bound, packed, room, ends
+        self._context, self._tier_manager = bound.context, bound.tier_manager
+        self._bound, self._packed, self._room, self._ends = bound, packed, room, ends
         self.blocks = self.bytes = 0  # prefetched
         self.full = False  # the byte limit or host memory had no space for the rest
 
     def prefetch(self, id: str) -> bool:
         """Whether all cached blocks of the chain are in host memory. `id`: names the prefetch in logs."""
-        bound, index = self._bound, self._tier_manager.index
+        bound, index = self._bound, self._context.index
         with bound.request(id=id, deadline_s=MAX_WAIT_S) as request:
             hit = request.match(signatures=self._packed, head=bound.id)
-            clock, pause = self._tier_manager.os_env.clock, threading.Event()
+            clock, pause = self._context.os_env.clock, threading.Event()
             end = clock.now() + MAX_WAIT_S
             while hit.pending and clock.now() < end and not self._ends():
                 pause.wait(_POLL_S)
@@ -94,7 +93,7 @@ class Prefetcher:
             for place, chain in zip(bound.all_shards, chains, strict=True):
                 part = range(max(first, need[place.group].start), min(first + step, blocks))
                 masks = (
-                    tier_manager.index.where(BlockRun(place.name, packed).part(part.start, part.stop)) if part else b""
+                    self._context.index.where(BlockRun(place.name, packed).part(part.start, part.stop)) if part else b""
                 )
                 lower_tier_blocks += [
                     (chain[i], chain.payload_bytes) for i, mask in zip(part, masks, strict=True) if not mask & 1

@@ -8,16 +8,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from kvcache.block.record import Address, header_area
-from kvcache.cache.expiry import Expiry
-from kvcache.cache.load_plan import LoadPlan
-from kvcache.cache.miss_explainer import MissExplainer
-from kvcache.index.index import Index
-from kvcache.observe.events import EventLog
-from kvcache.observe.metrics import Counters
-from kvcache.os_env import OsEnv
+from kvcache.cache.context import CacheContext
 from kvcache.tier.host.arena import Slot
-from kvcache.tier.host.tier import HostTier
-from kvcache.tier.record_codec import RecordCodec
 from kvcache.tier.tier import BACKGROUND, Outcome, Tier
 
 SlotSource = Callable[[int, int], "list[Slot]"]
@@ -45,26 +37,13 @@ class InflightRead:
 
 
 class Promoter:
-    def __init__(
-        self,
-        *,
-        index: Index,
-        host: HostTier,
-        lower_tiers: Sequence[Tier],
-        record_codec: RecordCodec,
-        counters: Counters,
-        events: EventLog,
-        miss_explainer: MissExplainer,
-        plan: LoadPlan,
-        expiry: Expiry,
-        os_env: OsEnv,
-    ) -> None:
-        self._expiry = expiry
-        self._index, self._host, self._lower_tiers, self._record_codec = index, host, lower_tiers, record_codec
-        self._counters, self._events, self._miss_explainer, self._plan = counters, events, miss_explainer, plan
+    def __init__(self, context: CacheContext) -> None:
+        self._index, self._host, self._lower_tiers = context.index, context.host, context.lower_tiers
+        self._record_codec, self._plan, self._expiry = context.record_codec, context.plan, context.expiry
+        self._counters, self._events, self._miss_explainer = context.counters, context.events, context.miss_explainer
         self._inflight_reads: dict[bytes, InflightRead] = {}
         self.foreign: set[bytes] = set()  # names of records that cannot be read here and were left in their tier
-        self._changed = os_env.condition()
+        self._changed = context.os_env.condition()
 
     def __len__(self) -> int:
         return len(self._inflight_reads)

@@ -10,7 +10,6 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Literal
 
 from kvcache.block.record import Address
 from kvcache.index.index import Index
@@ -21,9 +20,6 @@ LEAST = 1 << 12
 """The number of entries up to which no check against host memory is made."""
 ANY = b""
 """In place of a namespace without a count of its own."""
-
-WriteMode = Literal["write_through", "write_back", "on_second_use", "off"]
-"""When a block is intended for a tier: at store time, at eviction from host memory, at the next use, never."""
 
 Scope = Callable[[bytes], bool]
 """Whether a namespace belongs to the caller."""

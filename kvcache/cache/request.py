@@ -21,6 +21,7 @@ from kvcache.block.layout import Shard
 from kvcache.block.namespace import Namespace
 from kvcache.cache.api import Extras, Hit, PageIds, check_blocks, check_origin, check_transfer, check_ttl
 from kvcache.cache.canary import Recompute
+from kvcache.cache.context import BYPASS, CacheContext
 from kvcache.cache.erase import MAX_FLUSH_S, clear
 from kvcache.cache.flush import Submit
 from kvcache.cache.holds import Holds
@@ -31,7 +32,7 @@ from kvcache.cache.operation import BlockTransfer
 from kvcache.cache.shared_lookup import PendingLookup
 from kvcache.cache.slot_copy import PagesSlotCopy, SlotCopy
 from kvcache.cache.store import Store
-from kvcache.cache.tier_manager import BYPASS, TierManager
+from kvcache.cache.tier_manager import TierManager
 from kvcache.errors import ClosedError, RequestError
 from kvcache.index.block_run import BlockRun, ChainView, ShardRef, needs, place_of, wanted
 from kvcache.index.cost_classes import UNKNOWN_MODEL
@@ -94,17 +95,18 @@ class CacheNamespace:
 
     def __init__(
         self,
+        context: CacheContext,
         tier_manager: TierManager,
         copiers: CopierRegistry,
         register: OpenRequests[CacheRequest],
         namespace: Namespace,
         shards: Sequence[Shard],
         all_shards: Sequence[Sequence[Shard]],
-        deadline_s: float,
         ttl_s: float | None = None,
     ) -> None:
-        self.tier_manager, self.copiers, self.namespace, self.deadline_s = tier_manager, copiers, namespace, deadline_s
-        self.shards, self.register, self.ttl_s = shards, register, ttl_s
+        self.context, self.tier_manager, self.copiers, self.register = context, tier_manager, copiers, register
+        self.namespace, self.shards, self.ttl_s = namespace, shards, ttl_s
+        self.deadline_s = context.settings.flow.deadline_s
         self.id, self.layout, self.tenant, self.open = namespace.id, namespace.layout, namespace.tenant, True
         # set by the cache: the bytes of a block, and the identity that its compute cost is compared under
         self.model = UNKNOWN_MODEL
@@ -121,13 +123,11 @@ class CacheNamespace:
         return signature
 
     def computed(self, tokens: int, seconds: float) -> None:
-        self.tier_manager.plan.computed(self.id, tokens, seconds)
-        self.tier_manager.cost_classes.computed(self.tenant, self.model, tokens, seconds)
+        self.context.plan.computed(self.id, tokens, seconds)
+        self.context.cost_classes.computed(self.tenant, self.model, tokens, seconds)
 
     def canary(self, recompute: Recompute) -> None:
-        self.tier_manager.canary.register(
-            self.id, self.layout, [place.payload_bytes for place in self.places], recompute
-        )
+        self.context.canary.register(self.id, self.layout, [place.payload_bytes for place in self.places], recompute)
 
     def request(
         self,
@@ -146,8 +146,8 @@ class CacheNamespace:
 
     def clear(self) -> int:
         self.tier_manager.settle(MAX_FLUSH_S)  # otherwise writes in progress would arrive after the removal
-        self.tier_manager.shared_lookup.wait(MAX_FLUSH_S)  # the same for the answer to a pending lookup
-        return clear(self.id, self.tier_manager.index, (self.tier_manager.host, *self.tier_manager.lower_tiers))
+        self.context.shared_lookup.wait(MAX_FLUSH_S)  # the same for the answer to a pending lookup
+        return clear(self.id, self.context.index, self.context.tiers)
 
     def join(self, id: str) -> CacheRequest:
         origin = self.register.find((self.id, id))
@@ -162,14 +162,15 @@ class CacheRequest:
     ) -> None:
         self.id, self.work = work.request, work
         self.ttl_s: float | None = bound.ttl_s if origin is None else origin.ttl_s
-        self._bound, self._tier_manager, self._deadline_s, self._origin = bound, bound.tier_manager, deadline_s, origin
+        self._bound, self._context, self._tier_manager = bound, bound.context, bound.tier_manager
+        self._deadline_s, self._origin = deadline_s, origin
         self._own = Chain(bound.id, bound.layout.block_tokens)
         self._found, self._admitted = 0, False
         places, size = bound.names, bound.layout.block_tokens
         self.miss: MissRecord = (
             MissRecord(
-                bound.tier_manager.miss_explainer,
-                bound.tier_manager.counters,
+                bound.context.miss_explainer,
+                bound.context.counters,
                 work=work,
                 namespace=bound.id,
                 places=places,
@@ -215,7 +216,8 @@ class CacheRequest:
         """
         bound, layout = self._bound, self._bound.layout
         check_origin(self._origin, token_ids, digests, signatures)
-        lookup, beside = self._tier_manager.lookup(bound.names, bound.needs), None
+        self._context.expiry.sweep()  # so that the lookup finds no expired block
+        lookup, beside = self._context.index.lookup(bound.names, bound.needs), None
         if digests is not None:
             self._own = Chain.from_digests(bound.id, digests, layout.block_tokens, after=after)
             beside, token_ids = token_ids, None
@@ -223,16 +225,14 @@ class CacheRequest:
             chain = Chain(bound.id, layout.block_tokens)
             chain.extend(token_ids, extras, digest=lookup)
             self._own = chain
-            self._token_ids = (
-                token_ids if extras is None and self._tier_manager.canary.is_registered(bound.id) else None
-            )
+            self._token_ids = token_ids if extras is None and self._context.canary.is_registered(bound.id) else None
         if signatures is not None:
             self._own = Chain.from_signatures(bound.id, signatures, layout.block_tokens, head=head)
         is_new = digests is not None or token_ids is not None or signatures is not None
         if is_new:
             self._pending_lookup = None
         self._by_tier, self.choice = {}, LoadChoice(0, 0)
-        if refused or self._tier_manager.bypass.loads:
+        if refused or self._context.bypass.loads:
             self._found = 0
             self.miss.look(self.chain.packed, 0, lookup.ids, reason=refused or BYPASS)
             return Hit(tokens=0, blocks=0, reason=refused or BYPASS)
@@ -243,10 +243,8 @@ class CacheRequest:
             lookup.match(self.chain.packed)
         self._found, self._by_tier = lookup.blocks, lookup.by_tier
         if is_new and self._found < len(self.signatures):
-            deadline = self._tier_manager.os_env.clock.now() + min(
-                self._deadline_s, self._tier_manager.shared_lookup.deadline_s
-            )
-            self._pending_lookup = self._tier_manager.shared_lookup.begin(
+            deadline = self._context.os_env.clock.now() + min(self._deadline_s, self._context.shared_lookup.deadline_s)
+            self._pending_lookup = self._context.shared_lookup.begin(
                 [self._chained(p) for p in bound.all_shards], bound.needs, self._found, deadline
             )
             pending = self._pending_lookup is not None and self._pending_lookup.pending
@@ -255,7 +253,7 @@ class CacheRequest:
                 lookup.match(self.chain.packed)
                 self._found, self._by_tier = lookup.blocks, lookup.by_tier
         self.choice = LoadChoice(self._found, self._found)
-        if self._found and not pending and self._tier_manager.plan.enabled:
+        if self._found and not pending and self._context.plan.enabled:
             self.choice = self._choose_load()
         miss_detail: dict[str, Any] = {}
         if self.choice.blocks < self._found:
@@ -280,16 +278,16 @@ class CacheRequest:
         if self._admitted or self._origin is not None:
             return
         self._admitted = True
-        tier_manager, counters, layout = self._tier_manager, self._tier_manager.counters, self._bound.layout
+        context, counters, layout = self._context, self._context.counters, self._bound.layout
         stamp = self.begin()
         runs = self._runs(self._bound.all_shards, 0, self._found)
         for run, _ in runs:
-            tier_manager.index.touch(run, stamp)
-        self._claim = tier_manager.holds.take(runs)
+            context.index.touch(run, stamp)
+        self._claim = context.holds.take(runs)
         self._claim_finalizer = weakref.finalize(
-            self, tier_manager.holds.abandon, self._claim
+            self, context.holds.abandon, self._claim
         )  # for a request that is never closed
-        tier_manager.write_on_second_use(self._chains(), self._found)
+        self._tier_manager.write_on_second_use(self._chains(), self._found)
         counters.add("requests")
         self._asked = len(self.signatures)
         asked_tokens = self._asked * layout.block_tokens
@@ -297,35 +295,36 @@ class CacheRequest:
         hits = {tier: blocks * layout.block_tokens for tier, blocks in self._by_tier.items()}
         for tier, tokens in hits.items():
             counters.add("hit_tokens", tokens, tier=tier)
-        tier_manager.usage_log.add(self._bound.id, self._bound.tenant, self.work.agent, asked_tokens, hits)
+        context.usage_log.add(self._bound.id, self._bound.tenant, self.work.agent, asked_tokens, hits)
         if self._pending_lookup is not None:
             counters.add("lookups", answer=self._pending_lookup.answer)
-        self.miss.admit(stamp, tier_manager.os_env.clock.wall())
-        if not tier_manager.bypass.loads:
+        self.miss.admit(stamp, context.os_env.clock.wall())
+        if not context.bypass.loads:
             with request_context(self.work):
-                self._prefetch(stamp, 0, self._found, Load.window_bytes(self._tier_manager), PREFETCH)
-                if tier_manager.plan.probe(self.choice):
+                self._prefetch(stamp, 0, self._found, Load.window_bytes(context), PREFETCH)
+                if context.plan.probe(self.choice):
                     first = self.choice.blocks
-                    self._prefetch(stamp, first, first + 1, Load.window_bytes(self._tier_manager), BACKGROUND)
+                    self._prefetch(stamp, first, first + 1, Load.window_bytes(context), BACKGROUND)
 
     def load(self, blocks: int, pages: Pages, page_ids: PageIds, *, first_block: int = 0) -> BlockTransfer:
         self._check(pages, page_ids, first_block, blocks)
         slot_copy: SlotCopy = PagesSlotCopy(self._bound.copiers, pages, page_ids)
         if self._token_ids is not None:
-            slot_copy = self._tier_manager.canary.sampled_copy(slot_copy, self._bound.id, self._token_ids, first_block)
+            slot_copy = self._context.canary.sampled_copy(slot_copy, self._bound.id, self._token_ids, first_block)
         return self.load_via(slot_copy, first_block, blocks, self._tier_manager.executor.submit)
 
     def load_via(self, slot_copy: SlotCopy, first: int, end: int, submit: Submit) -> BlockTransfer:
         """Load blocks `first` to `end` with a `SlotCopy`; `submit` runs the load."""
         check_blocks(first, end, len(self.signatures))
         transfer = BlockTransfer(end - first)
-        if self._tier_manager.bypass.loads:
-            self._tier_manager.counters.add("load_failures", end - first, outcome=BYPASS)
+        if self._context.bypass.loads:
+            self._context.counters.add("load_failures", end - first, outcome=BYPASS)
             transfer.settle_rest(0, Outcome.NOT_FOUND)
             return transfer
-        claim = self._tier_manager.holds.take(self._runs(self._bound.places, first, end))
-        now = self._tier_manager.os_env.clock.now()
+        claim = self._context.holds.take(self._runs(self._bound.places, first, end))
+        now = self._context.os_env.clock.now()
         job = Load(
+            context=self._context,
             tier_manager=self._tier_manager,
             work=self.work,
             namespace=self._bound.id,
@@ -344,7 +343,7 @@ class CacheRequest:
         try:
             submit(job.run)
         except BaseException:
-            self._tier_manager.holds.release(claim)
+            self._context.holds.release(claim)
             raise
         return transfer
 
@@ -359,12 +358,13 @@ class CacheRequest:
         check_blocks(first, end, len(self.signatures))
         self._count()
         transfer = BlockTransfer(end - first)
-        if self._tier_manager.bypass.stores:
+        if self._context.bypass.stores:
             with request_context(self.work):
-                self._tier_manager.drop(end - first, BYPASS, self._bound.id, tier=self._tier_manager.host.name)
+                self._tier_manager.drop(end - first, BYPASS, self._bound.id, tier=self._context.host.name)
             transfer.settle_rest(0, Outcome.DROPPED)
             return transfer
         job = Store(
+            context=self._context,
             tier_manager=self._tier_manager,
             work=self.work,
             namespace=self._bound.id,
@@ -384,10 +384,10 @@ class CacheRequest:
         self._count()
         if self._asked:
             bound, requested, self._asked = self._bound, self._asked, 0
-            self._tier_manager.curve.add(
+            self._context.curve.add(
                 self.chain.packed, requested, bound.model, (bound.tenant, self.work.agent, bound.id[:4].hex())
             )
-        self._tier_manager.holds.release(self._claim)
+        self._context.holds.release(self._claim)
         if self._claim_finalizer is not None:
             self._claim_finalizer.detach()
         if self._origin is None:
@@ -425,9 +425,9 @@ class CacheRequest:
         if self._origin is not None:
             return self._origin.begin()
         if not self._stamp:
-            self._stamp = self._tier_manager.index.tick()
-            self._tier_manager.usage_log.touch(self._bound.id)
-            self._tier_manager.pins.sweep()
+            self._stamp = self._context.index.tick()
+            self._context.usage_log.touch(self._bound.id)
+            self._context.pins.sweep()
         return self._stamp
 
     def _check(self, pages: Pages, page_ids: PageIds, first: int, end: int) -> None:
@@ -438,26 +438,26 @@ class CacheRequest:
     def _choose_load(self) -> LoadChoice:
         bound, layout = self._bound, self._bound.layout
         places = [(place.name, place.payload_bytes) for place in bound.all_shards]
-        entries = spans(self._tier_manager.index, places, bound.needs, self.chain.packed, self._by_tier)
-        return self._tier_manager.plan.choose(bound.id, self.chain.tokens, layout.block_tokens, entries)
+        entries = spans(self._context.index, places, bound.needs, self.chain.packed, self._by_tier)
+        return self._context.plan.choose(bound.id, self.chain.tokens, layout.block_tokens, entries)
 
     def _count(self) -> None:
         first, loaded, choice = self.miss.count(), self.miss.loaded(), (self._origin or self).choice
         if loaded is not None:
             taken, reached, seconds = loaded
-            self._tier_manager.plan.settle(replace(choice, blocks=taken), reached, seconds)
+            self._context.plan.settle(replace(choice, blocks=taken), reached, seconds)
         elif first:  # skipped blocks only
-            self._tier_manager.plan.settle_rest(choice)
+            self._context.plan.settle_rest(choice)
 
     def _prefetch(self, stamp: int, first: int, end: int, room: int, priority: int) -> None:
         """Start to read those of blocks `first` to `end` that only lower tiers have, at most `room` bytes."""
-        tier_manager = self._tier_manager
+        context, tier_manager = self._context, self._tier_manager
         ahead = []
         needs = [range(max(first, need.start), need.stop) for need in wanted(self._bound.layout, end)]
         for place in self._bound.all_shards:
             chain, need = self._chained(place), needs[place.group]
             run = BlockRun(place.name, self.chain.packed).part(need.start, need.stop)
-            masks = np.frombuffer(tier_manager.index.where(run), np.uint8)
+            masks = np.frombuffer(context.index.where(run), np.uint8)
             for i in np.flatnonzero((masks != 0) & (masks & 1 == 0)):
                 room -= chain.payload_bytes
                 if room < 0:
@@ -469,5 +469,5 @@ class CacheRequest:
                 ahead,
                 lambda count, size: tier_manager.slots(count, size, tenant, before=stamp),
                 priority=priority,
-                deadline=tier_manager.os_env.clock.now() + self._deadline_s,
+                deadline=context.os_env.clock.now() + self._deadline_s,
             )

@@ -12,9 +12,10 @@ from dataclasses import dataclass
 from itertools import groupby
 
 from kvcache.block.record import Address
+from kvcache.cache.context import BYPASS, CacheContext
 from kvcache.cache.operation import BlockTransfer
 from kvcache.cache.slot_copy import PeerAbortedError, SlotCopy
-from kvcache.cache.tier_manager import BYPASS, TierManager
+from kvcache.cache.tier_manager import TierManager
 from kvcache.index.block_run import ChainView, contiguous_ranges, place_of
 from kvcache.log import RequestContext, logger, request_context
 from kvcache.tier.host.arena import Slot
@@ -29,6 +30,7 @@ _log = logger("kvcache.store")
 
 @dataclass(kw_only=True)
 class Store:
+    context: CacheContext
     tier_manager: TierManager
     work: RequestContext
     namespace: bytes
@@ -64,7 +66,7 @@ class Store:
             if self.transfer.cancelled:
                 self.transfer.settle_rest(first, Outcome.CANCELLED)
                 return
-            if self.tier_manager.bypass.stores:
+            if self.context.bypass.stores:
                 self._drop(first, BYPASS)
                 return
             end = min(count, first + step)
@@ -73,7 +75,7 @@ class Store:
                 if step == 1 or len(self.chains) == 1:
                     self._drop(reached, "no room")
                     for chain in self.chains if not self.tier_manager.write_back_queues else ():
-                        self.tier_manager.index.refuse(chain.run(self.first_block + reached, self.first_block + count))
+                        self.context.index.refuse(chain.run(self.first_block + reached, self.first_block + count))
                     return
                 step = max(1, (end - first) // 2)  # one group may have used up the capacity that all groups need
             first = reached
@@ -87,7 +89,7 @@ class Store:
 
     def _parent_stored(self, chain: ChainView) -> bool:
         head = Address(self.namespace, chain.parent(self.first_block), b"", chain.group, chain.shard)
-        return self.tier_manager.index.contains(head)
+        return self.context.index.contains(head)
 
     def _window(self, first: int, end: int) -> int:
         """Store these blocks; the first one without a slot, else `end`."""
@@ -105,14 +107,14 @@ class Store:
                 records, size = records + len(blocks), size + len(blocks) * chain.payload_bytes
                 self._publish(chain, blocks, slots)
         finally:
-            self.tier_manager.host.arena.release(*[slot for _, slots in filled for slot in slots])
+            self.context.host.arena.release(*[slot for _, slots in filled for slot in slots])
         if reached > first:
             for chain in self.chains:
                 self.tier_manager.write_through(chain, self.first_block + first, self.first_block + reached)
-        self.tier_manager.counters.add("stored_blocks", records)
-        self.tier_manager.counters.add("stored_bytes", size)
-        self.tier_manager.events.add(
-            "stored", tier=self.tier_manager.host.name, namespace=self.namespace, blocks=records, bytes=size
+        self.context.counters.add("stored_blocks", records)
+        self.context.counters.add("stored_bytes", size)
+        self.context.events.add(
+            "stored", tier=self.context.host.name, namespace=self.namespace, blocks=records, bytes=size
         )
         self.transfer.settle_run(first, reached, Outcome.DONE)
         return reached
@@ -126,7 +128,7 @@ class Store:
         reached = end
         try:
             for chain in self.chains:
-                masks = self.tier_manager.index.where(chain.run(self.first_block + first, self.first_block + reached))
+                masks = self.context.index.where(chain.run(self.first_block + first, self.first_block + reached))
                 missing = [first + i for i, mask in enumerate(masks) if not mask & 1]
                 slots: list[Slot] = []
                 filled.append((missing, slots))
@@ -147,10 +149,10 @@ class Store:
                     reached = missing[len(slots)]
             for blocks, slots in filled:
                 keep = bisect_left(blocks, reached)
-                self.tier_manager.host.arena.release(*slots[keep:])
+                self.context.host.arena.release(*slots[keep:])
                 del blocks[keep:], slots[keep:]
         except BaseException:
-            self.tier_manager.host.arena.release(*[slot for _, slots in filled for slot in slots])
+            self.context.host.arena.release(*[slot for _, slots in filled for slot in slots])
             raise
         return filled, reached
 
@@ -159,7 +161,7 @@ class Store:
         if self.tier_manager.write_back_queues or not missing:
             return dict.fromkeys(missing, 0)
         first = missing[0]
-        uses = self.tier_manager.index.uses(chain.run(self.first_block + first, self.first_block + missing[-1] + 1))
+        uses = self.context.index.uses(chain.run(self.first_block + first, self.first_block + missing[-1] + 1))
         return {i: uses[i - first] for i in missing}
 
     def _publish(self, chain: ChainView, blocks: list[int], slots: list[Slot]) -> None:
@@ -168,18 +170,18 @@ class Store:
         Slots that stay in `slots` are unused: another request stored the same blocks meanwhile.
         """
         numbers = [self.first_block + i for i in blocks]
-        addresses, expires_ms = chain.addresses(numbers), self.tier_manager.expiry.end_ms(self.ttl_s)
+        addresses, expires_ms = chain.addresses(numbers), self.context.expiry.end_ms(self.ttl_s)
         for slot in slots:
             slot.expires_ms = expires_ms
-        published = self.tier_manager.host.publish_all(addresses, slots, chain.payload_bytes)
+        published = self.context.host.publish_all(addresses, slots, chain.payload_bytes)
         slots[:] = [slot for slot, new in zip(slots, published, strict=True) if not new]
         for first, end in contiguous_ranges([number for number, new in zip(numbers, published, strict=True) if new]):
-            self.tier_manager.index.insert_run(chain.run(first, end), chain.parent(first), self.tier_manager.host.name)
-        self.tier_manager.expiry.note([a for a, new in zip(addresses, published, strict=True) if new], expires_ms)
+            self.context.index.insert_run(chain.run(first, end), chain.parent(first), self.context.host.name)
+        self.context.expiry.note([a for a, new in zip(addresses, published, strict=True) if new], expires_ms)
 
     def _drop(self, first: int, reason: str) -> None:
-        host = self.tier_manager.host.name
+        host = self.context.host.name
         self.tier_manager.drop(len(self.transfer.outcomes) - first, reason, self.namespace, tier=host)
         if self.chains:
-            self.tier_manager.miss_explainer.dropped(host, [self.chains[0][self.first_block + first].signature], reason)
+            self.context.miss_explainer.dropped(host, [self.chains[0][self.first_block + first].signature], reason)
         self.transfer.settle_rest(first, Outcome.DROPPED)

@@ -4,67 +4,21 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from math import inf
-from typing import Literal, get_args
 
 from kvcache.block.chain import SIGNATURE_BYTES
 from kvcache.block.record import record_bytes
 from kvcache.cache.api import FlushReport
-from kvcache.cache.canary import Canary
-from kvcache.cache.expiry import Expiry
+from kvcache.cache.context import CacheContext
 from kvcache.cache.flush import Barrier, Counts, Left, Stores, Watch, settled
-from kvcache.cache.holds import Holds
-from kvcache.cache.load_plan import LoadPlan
-from kvcache.cache.miss_explainer import MissExplainer
-from kvcache.cache.pins import Pins
 from kvcache.cache.promote import Promoter
-from kvcache.cache.refused import Scope, WriteMode
-from kvcache.cache.shared_lookup import SharedLookup
-from kvcache.cache.usage import UsageLog
+from kvcache.cache.refused import Scope
 from kvcache.cache.write_back import WriteBackQueue
-from kvcache.errors import ConfigError
 from kvcache.index.block_run import ChainView, place_of_address
-from kvcache.index.cost_classes import CostClasses
-from kvcache.index.index import Index, Lookup, Victim
-from kvcache.index.mrc import MissRatioCurve
+from kvcache.index.index import Victim
 from kvcache.log import logger
-from kvcache.observe.events import EventLog
-from kvcache.observe.metrics import Counters
-from kvcache.os_env import OsEnv
 from kvcache.tier.host.arena import Slab, Slot
-from kvcache.tier.host.tier import HostTier
-from kvcache.tier.record_codec import RecordCodec
-from kvcache.tier.tier import Tier
-
-# Bypass: an operator's switch that takes a cache out of an engine's path without ending either. With loads bypassed, a
-# match finds nothing, a load is a miss, and a load in progress ends with the blocks it has. With stores bypassed,
-# offered blocks are dropped and counted. Stored blocks stay, and are still written to lower tiers.
-
-BypassMode = Literal["off", "on", "loads", "stores"]
-
-BYPASS = "bypass"
-"""The reason given for bypassed work."""
-
-
-class Bypass:
-    """Two flags, read on every path without a lock, so that setting one never waits."""
-
-    def __init__(self) -> None:
-        self.loads = False
-        self.stores = False
-
-    def set(self, mode: BypassMode) -> None:
-        if mode not in get_args(BypassMode):
-            raise ConfigError(f"bypass = {mode!r}: expected one of {', '.join(get_args(BypassMode))}")
-        self.loads, self.stores = mode in {"on", "loads"}, mode in {"on", "stores"}
-
-    @property
-    def mode(self) -> BypassMode:
-        if self.loads:
-            return "on" if self.stores else "loads"
-        return "stores" if self.stores else "off"
-
 
 MAX_VICTIMS_PER_SLOT = 64
 """The most records evicted for one slot.
@@ -89,98 +43,21 @@ _log = logger("kvcache.tier_manager")
 
 
 class TierManager:
-    def __init__(
-        self,
-        *,
-        index: Index,
-        cost_classes: CostClasses,
-        curve: MissRatioCurve,
-        host: HostTier,
-        lower_tiers: Sequence[Tier],
-        record_codec: RecordCodec,
-        counters: Counters,
-        events: EventLog,
-        os_env: OsEnv,
-        shared_lookup: SharedLookup,
-        canary: Canary,
-        write: Mapping[str, WriteMode],
-        miss_explainer: MissExplainer,
-        usage_log: UsageLog,
-        plan: LoadPlan,
-        queue_blocks: int,
-        threads: int,
-    ) -> None:
-        """`write`: by tier, the mode that decides when records are written to it."""
-        self.index, self.host, self.lower_tiers, self.os_env, self.cost_classes = (
-            index,
-            host,
-            lower_tiers,
-            os_env,
-            cost_classes,
-        )
-        self.curve = curve
-        self.counters, self.events, self.bypass, self.shared_lookup, self.miss_explainer, self.plan = (
-            counters,
-            events,
-            Bypass(),
-            shared_lookup,
-            miss_explainer,
-            plan,
-        )
-        self.canary = canary
-        self.expiry = Expiry(
-            index=index,
-            host=host,
-            lower_tiers=lower_tiers,
-            counters=counters,
-            events=events,
-            miss_explainer=miss_explainer,
-            clock=os_env.clock,
-        )
+    def __init__(self, context: CacheContext) -> None:
+        settings = context.settings
+        self._context, self._os_env = context, context.os_env
+        self._index, self._host, self._cost_classes = context.index, context.host, context.cost_classes
+        self._counters, self._events, self._expiry = context.counters, context.events, context.expiry
         self.write_back_queues = [
-            WriteBackQueue(
-                tier,
-                index=index,
-                cost_classes=cost_classes,
-                host=host,
-                record_codec=record_codec,
-                counters=counters,
-                events=events,
-                miss_explainer=miss_explainer,
-                os_env=os_env,
-                queue_blocks=queue_blocks,
-                mode=write[tier.name],
-                shared_lookup=shared_lookup,
-                expiry=self.expiry,
-            )
-            for tier in lower_tiers
+            WriteBackQueue(tier, context, settings.write_mode(tier.name)) for tier in context.lower_tiers
         ]
-        self.promoter = Promoter(
-            index=index,
-            host=host,
-            lower_tiers=lower_tiers,
-            record_codec=record_codec,
-            counters=counters,
-            events=events,
-            miss_explainer=miss_explainer,
-            plan=plan,
-            expiry=self.expiry,
-            os_env=os_env,
-        )
-        self.holds = Holds(index, [host, *lower_tiers])
-        self.pins = Pins(index, [host, *lower_tiers], os_env.clock)
-        self.usage_log = usage_log
-        self.executor = os_env.executor(threads, "copy")
-        self._syncs = os_env.executor(max(1, len(lower_tiers)), "sync")
-        self._told: Counts = {}  # lost blocks that some `flush` caller has had reported
-        self._stores = Stores(os_env.condition())
+        self.promoter = Promoter(context)
+        self.executor = self._os_env.executor(settings.flow.threads, "copy")
+        self._syncs = self._os_env.executor(max(1, len(context.lower_tiers)), "sync")
+        self._reported_losses: Counts = {}  # lost blocks that some `flush` caller has had reported
+        self._stores = Stores(self._os_env.condition())
         self.submit_store, self.begin_store, self.end_store = self._stores.submit, self._stores.begin, self._stores.end
-        self._telling = threading.Lock()
-
-    def lookup(self, places: Sequence[bytes], needs: Sequence[int]) -> Lookup:
-        """A lookup that finds no expired block: a sweep runs first."""
-        self.expiry.sweep()
-        return self.index.lookup(places, needs)
+        self._reporting = threading.Lock()
 
     # host memory
 
@@ -213,14 +90,14 @@ class TierManager:
             worth: how often the new records at `place` were used. If host memory is the last tier, they evict nothing
                 worth more. Otherwise they pass through host memory to lower tiers, whatever they are worth.
         """
-        size, arena = record_bytes(payload_bytes), self.host.arena
+        size, arena = record_bytes(payload_bytes), self._host.arena
         slots = arena.allocate_many(size, tenant, count)
         for stored_below in (True, False) if self.write_back_queues else (False,):
             futile_bytes = 0  # of victims since the last slot
             while len(slots) < count and futile_bytes <= arena.slab_bytes:
                 own = arena.spare_bytes(tenant) < size
-                victims = self.cost_classes.evict(
-                    self.host.name,
+                victims = self._cost_classes.evict(
+                    self._host.name,
                     count - len(slots),
                     tenant=tenant,
                     place=place,
@@ -234,7 +111,7 @@ class TierManager:
                 futile_bytes += self._evict_from_host(victims)
                 had = len(slots)
                 slots += arena.allocate_many(size, tenant, count - had)
-                while len(slots) < count and self.host.evacuate_slab(size, tenant):
+                while len(slots) < count and self._host.evacuate_slab(size, tenant):
                     slots += arena.allocate_many(size, tenant, count - len(slots))
                 if len(slots) > had:
                     futile_bytes = 0
@@ -249,17 +126,17 @@ class TierManager:
         names = [victim.name for victim in victims]
         for queue in self.write_back_queues:
             queue.refused.left_host(names)
-        removed = self.host.unpublish_named(names, [victim.signature for victim in victims])
+        removed = self._host.unpublish_named(names, [victim.signature for victim in victims])
         fates = Counter(
             (victim.place, victim.kept or name in handed, held.slot.slab.slot_bytes)
             for held, victim, name in zip(removed, victims, names, strict=True)
             if held is not None
         )
-        tier = self.host.name
+        tier = self._host.name
         for (place, kept, size), blocks in fates.items():
             kept_label, namespace_id = "yes" if kept else "no", place[:SIGNATURE_BYTES]
-            self.counters.add("evicted_blocks", blocks, tier=tier, kept=kept_label)
-            self.events.add(
+            self._counters.add("evicted_blocks", blocks, tier=tier, kept=kept_label)
+            self._events.add(
                 "evicted",
                 tier=tier,
                 namespace=namespace_id,
@@ -272,14 +149,14 @@ class TierManager:
     def _clear(self, slot_bytes: int, tenant: str) -> bool:
         """Evict everything in the cheapest evictable slab of another size class. True if the slab is then empty."""
         for slab in self._cheapest_slabs(slot_bytes, tenant)[:MAX_SLAB_TRIES]:
-            resident = self.host.sample_slab(slab, len(slab.slots) or 1, 0)
-            if resident is not None and self.cost_classes.worth(self.host.name, resident) < inf:
+            resident = self._host.sample_slab(slab, len(slab.slots) or 1, 0)
+            if resident is not None and self._cost_classes.worth(self._host.name, resident) < inf:
                 break
         else:
             return False
-        removed = [a for a in resident if self.index.discard(a, self.host.name, unless_held=True)]
+        removed = [a for a in resident if self._index.discard(a, self._host.name, unless_held=True)]
         self._evict_from_host(
-            [Victim(place_of_address(a), a.signature, a.parent, self.index.contains(a)) for a in removed]
+            [Victim(place_of_address(a), a.signature, a.parent, self._index.contains(a)) for a in removed]
         )
         return not slab.slots
 
@@ -288,11 +165,11 @@ class TierManager:
 
         A slab's worth is an estimate from a sample of its records.
         """
-        slabs = self.host.arena.other_classes(slot_bytes, tenant)
+        slabs = self._host.arena.other_classes(slot_bytes, tenant)
         step = -(-len(slabs) * MIN_SAMPLED_RECORDS // MAX_SAMPLED_RECORDS) or 1
-        slabs = slabs[self.index.clock % step :: step]
+        slabs = slabs[self._index.clock % step :: step]
         evictable = {
-            owner: self.cost_classes.evictable_bytes(self.host.name, owner, tenant)
+            owner: self._cost_classes.evictable_bytes(self._host.name, owner, tenant)
             for owner in {e.tenant for e in slabs}
         }
         slabs = [e for e in slabs if len(e.slots) * e.slot_bytes <= evictable[e.tenant]]
@@ -301,11 +178,11 @@ class TierManager:
 
     def _worth(self, slab: Slab, most: int) -> float:
         """The worth of one byte of a slab, from a sample of its records; infinity if one of these cannot be evicted."""
-        resident = self.host.sample_slab(slab, most, self.index.clock)
+        resident = self._host.sample_slab(slab, most, self._index.clock)
         if resident is None:
             return inf
         filled = len(slab.slots) * slab.slot_bytes / slab.region.bytes
-        return self.cost_classes.worth(self.host.name, resident) / max(1, len(resident)) * filled
+        return self._cost_classes.worth(self._host.name, resident) / max(1, len(resident)) * filled
 
     # demotion
 
@@ -345,20 +222,20 @@ class TierManager:
             if queue.mode != "write_back":
                 continue
             for victim in victims:
-                held = None if queue.is_written(victim.address) else self.host.acquire(victim.address)
+                held = None if queue.is_written(victim.address) else self._host.acquire(victim.address)
                 if held is None:
                     continue
                 if queue.demote(held):
                     demoted.add(victim.name)
                 else:
                     self.drop(1, f"{queue.tier.name} queue", victim.namespace, tier=queue.tier.name)
-                self.host.arena.release(held.slot)
+                self._host.arena.release(held.slot)
         return demoted
 
     def drop(self, blocks: int, reason: str, namespace: bytes, *, tier: str) -> None:
         """Count and report blocks that were offered to a tier and dropped."""
-        self.counters.add("drops", blocks, reason=reason)
-        self.events.add("dropped", tier=tier, namespace=namespace, blocks=blocks, reason=reason)
+        self._counters.add("drops", blocks, reason=reason)
+        self._events.add("dropped", tier=tier, namespace=namespace, blocks=blocks, reason=reason)
 
     # flush
 
@@ -381,7 +258,7 @@ class TierManager:
 
         `anew`: losses count from now on; else since the last report to any caller.
         """
-        return Watch.begin(self.write_back_queues, self.index.clock, None if anew else self._told)
+        return Watch.begin(self.write_back_queues, self._index.clock, None if anew else self._reported_losses)
 
     def flush(
         self,
@@ -421,16 +298,16 @@ class TierManager:
         for barrier in barriers.values():
             barrier.wait(self._syncs, remaining_s)
         before = watch.clock if fleet else -1
-        with self._telling:
+        with self._reporting:
             tiers = {
-                tier: barrier.report(watch, self._told, lambda address: self.index.stamp(address) > before)
+                tier: barrier.report(watch, self._reported_losses, lambda address: self._index.stamp(address) > before)
                 for tier, barrier in barriers.items()
             }
-            watch.clock = self.index.clock
+            watch.clock = self._index.clock
         return FlushReport(tiers, fault)
 
     def _left(self, timeout_s: float | None) -> Left:
-        clock = self.os_env.clock
+        clock = self._os_env.clock
         end = None if timeout_s is None else clock.now() + timeout_s
         return lambda: None if end is None else max(0.0, end - clock.now())
 
@@ -440,16 +317,16 @@ class TierManager:
             return [f"{stores} stores have not ended"]
         more = True
         while more:
-            more = self.expiry.sweep()
-            if not all(ticket.wait(remaining_s()) for ticket in self.expiry.pending_removals()):
+            more = self._expiry.sweep()
+            if not all(ticket.wait(remaining_s()) for ticket in self._expiry.pending_removals()):
                 return ["expired blocks have not left yet"]
         return []
 
     def close(self, watch: Watch) -> FlushReport:
         """Write queued and refused blocks, then end the threads. Returns the report of that flush."""
-        self.expiry.close()
+        self._expiry.close()
         self.executor.close()
-        self.shared_lookup.close()
+        self._context.shared_lookup.close()
         self.promoter.wait_idle()
         # a hung store has stored nothing, so it is not awaited
         report = self._flush(self._left(CLOSE_S), watch, None, fleet=False)
@@ -457,6 +334,6 @@ class TierManager:
             if len(queue):
                 queue.give_up()
             queue.close()
-        self.canary.close()
+        self._context.canary.close()
         self._syncs.close()
         return report

@@ -60,7 +60,7 @@ def export_state(cache: Cache, within_s: float, most: int | None = None) -> tupl
     Slabs with pinned records are first; among these and among the others, the most recently used. The cache keeps
     ownership of the descriptors. Call it on a cache in which no record moves and that gets no more requests.
     """
-    index, places, pins = cache.index, dict[bytes, int](), cache.tier_manager.pins
+    index, places, pins = cache.index, dict[bytes, int](), cache.pins
     pinned = pins.held()
     exported: list[tuple[tuple[bool, int], dict[str, Any], Region]] = []
     for slab, records in cache.host.detach_slabs(within_s).items():
@@ -169,10 +169,10 @@ class WarmRestart:
                     _log.warning("an extent of host memory is not taken over: %s", str(error))
             for pin in exported.get("pins", ()):
                 try:
-                    cache.tier_manager.pins.recall(pin)
+                    cache.pins.recall(pin)
                 except Exception as error:  # noqa: BLE001  boundary to foreign data
                     _log.warning("a pin is not taken over: %s", str(error))
-            cache.tier_manager.pins.resume_after(int(exported.get("last_pin", 0)))
+            cache.pins.resume_after(int(exported.get("last_pin", 0)))
             cache.life = str(exported.get("life") or cache.life)
         except Exception as error:  # noqa: BLE001  boundary to foreign data
             _log.warning("not all that was in host memory is taken over: %s", str(error))
@@ -211,7 +211,7 @@ def _adopt_slab(
         if address.name in adopted:
             index.insert(address, tier)
             index.recall(BlockRun.of(address), max(0, now - age), uses if alike else 0)
-            cache.tier_manager.expiry.note([address], end)
+            cache.expiry.note([address], end)
     return len(adopted)
 
 

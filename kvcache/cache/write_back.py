@@ -15,21 +15,15 @@ from collections.abc import Collection, Sequence
 from itertools import groupby
 
 from kvcache.block.record import Address, record_bytes
-from kvcache.cache.expiry import Expiry
-from kvcache.cache.miss_explainer import MissExplainer
-from kvcache.cache.refused import Refused, Scope, WriteMode
-from kvcache.cache.shared_lookup import SharedLookup
+from kvcache.cache.context import CacheContext
+from kvcache.cache.refused import Refused, Scope
 from kvcache.evict.quotas import UNLIMITED
 from kvcache.index.block_run import BlockRun, ChainView, as_run, chained_runs, place_of_address
-from kvcache.index.cost_classes import CostClasses
-from kvcache.index.index import Index
 from kvcache.log import logger
-from kvcache.observe.events import EventKind, EventLog
-from kvcache.observe.metrics import Counters
-from kvcache.os_env import OsEnv
+from kvcache.observe.events import EventKind
+from kvcache.settings.tiers import WriteMode
 from kvcache.tier.host.arena import Region, Slab, Slot
-from kvcache.tier.host.tier import HostRecord, HostTier, segments
-from kvcache.tier.record_codec import RecordCodec
+from kvcache.tier.host.tier import HostRecord, segments
 from kvcache.tier.tier import BACKGROUND, Outcome, Segments, Ticket, Tier
 
 # Copies of records that host has evicted, in bounded, reused memory.
@@ -108,45 +102,28 @@ _log = logger("kvcache.lane")
 
 
 class WriteBackQueue:
-    def __init__(
-        self,
-        tier: Tier,
-        *,
-        index: Index,
-        cost_classes: CostClasses,
-        host: HostTier,
-        record_codec: RecordCodec,
-        counters: Counters,
-        events: EventLog,
-        miss_explainer: MissExplainer,
-        os_env: OsEnv,
-        queue_blocks: int,
-        mode: WriteMode,
-        shared_lookup: SharedLookup,
-        expiry: Expiry,
-    ) -> None:
-        self.tier, self.queue_blocks, self.mode, self._shared_lookup, self._expiry = (
-            tier,
-            queue_blocks,
-            mode,
-            shared_lookup,
-            expiry,
+    def __init__(self, tier: Tier, context: CacheContext, mode: WriteMode) -> None:
+        self.tier, self.mode, self.queue_blocks = tier, mode, context.settings.flow.queue_blocks
+        self._index, self._host, self._cost_classes = context.index, context.host, context.cost_classes
+        self._record_codec, self._expiry, self._shared_lookup = (
+            context.record_codec,
+            context.expiry,
+            context.shared_lookup,
         )
-        self._index, self._cost_classes, self._host, self._record_codec = index, cost_classes, host, record_codec
-        self._counters, self._events, self._miss_explainer = counters, events, miss_explainer
+        self._counters, self._events, self._miss_explainer = context.counters, context.events, context.miss_explainer
         self._queue: deque[Address] = deque()
         self._names: dict[bytes, bytes] = {}  # queued or being written; the namespace of each
         self._held: set[bytes] = set()  # those that the index holds for this queue
         self._again: set[bytes] = set()  # those that `offer_again` queued: their refusals are counted already
-        self.refused = Refused(index, tier.name)
+        self.refused = Refused(self._index, tier.name)
         self.victim_buffer = VictimBuffer()
         self._writing: Ticket | None = None
         self._given_up = False
-        self._changed = os_env.condition()
+        self._changed = context.os_env.condition()
         self._draining = False
         self._batch_records = 1  # the number of records of the last written size that MAX_BATCH_BYTES holds
-        self._number = index.tiers.index(tier.name)
-        self._executor = os_env.executor(1, f"{tier.name}-writer")
+        self._number = self._index.tiers.index(tier.name)
+        self._executor = context.os_env.executor(1, f"{tier.name}-writer")
 
     def __len__(self) -> int:
         return len(self._names)

@@ -43,7 +43,7 @@ def serve(
         import uvicorn
 
         from kvcache.cache.cache import Cache
-        from kvcache.engine.engine import Engine
+        from kvcache.engine.engine import Engine, EngineConfig
         from kvcache.engine.loop import EngineLoop
         from kvcache.engine.model import load_model
         from kvcache.engine.server import Server
@@ -62,10 +62,7 @@ def serve(
             engine = Engine(
                 runner,
                 opened,
-                pages=pages,
-                name=name,
-                max_batch_tokens=max_batch_tokens,
-                max_sequences=max_sequences,
+                EngineConfig(pages=pages, name=name, max_batch_tokens=max_batch_tokens, max_sequences=max_sequences),
                 decode=tokenizer.decode,
             )
             ready = opened.ready if isinstance(opened, Cache) else lambda: True

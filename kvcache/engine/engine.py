@@ -1,6 +1,6 @@
 """The reference engine: serves requests in continuous batches, one flat batch a step, with the cache behind its pages.
 
-    engine = Engine(load_model("smollm2"), kvcache.open(), pages=512)
+    engine = Engine(load_model("smollm2"), kvcache.open(), EngineConfig(pages=512))
     [result] = engine.generate([prompt_ids], SamplingParams(max_tokens=32))
     result.token_ids, result.reused, result.ttft_s
 
@@ -46,6 +46,7 @@ import itertools
 import time
 from collections.abc import Callable
 from collections.abc import Sequence as Ordered
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -56,26 +57,40 @@ from kvcache.cache.api import KVCache, SupportsCanary
 from kvcache.engine.model import Runner
 from kvcache.engine.pool import PagePool
 from kvcache.engine.prefix import PrefixCache
-from kvcache.engine.recompute import Recompute
 from kvcache.engine.sampling import Sampler, SamplingParams, sample_tokens
 from kvcache.engine.scheduler import Batch, Scheduler, Span, StepPlan
 from kvcache.engine.sequence import FinishReason, RequestOutput, Sequence, SequenceState
 from kvcache.errors import ConfigError, LayoutError, TokenError
 from kvcache.os_env import Clock, SystemClock
+from kvcache.transfer.cpu import CpuCopier
 from kvcache.transfer.pages import GroupPages
 
 _TICK_S = 0.002  # how long a step without work waits for a load, a lookup or a store
 
 
+@dataclass(frozen=True, kw_only=True)
+class EngineConfig:
+    """Limits and identity of an engine."""
+
+    pages: int
+    """Blocks of device memory."""
+    name: str = "model"
+    """The model's name in the namespace and in answers."""
+    max_batch_tokens: int = 2048
+    """Most rows of a step."""
+    max_sequences: int = 64
+    """Most requests of a step."""
+    patience_s: float = 10.0
+    """Longest wait for a lookup or a load of the cache; then its blocks are computed."""
+    share_across_engines: bool = False
+    """Whether to name model and blocks as other engines do, so that they share blocks."""
+
+
 class Engine:
-    """An engine with `pages` blocks of device memory.
+    """An engine over one model, with or without a cache.
 
     Args:
-        max_batch_tokens: most rows of a step.
-        max_sequences: most requests of a step.
         decode: turns the tokens of an answer into text, for stop strings.
-        patience_s: longest wait for a lookup or a load of the cache; then its blocks are computed.
-        share_across_engines: name model and blocks as other engines do, so that they share blocks.
 
     Thread safety: not thread-safe; see `loop.EngineLoop`.
     """
@@ -84,36 +99,31 @@ class Engine:
         self,
         model: Runner,
         cache: KVCache | None,
+        config: EngineConfig,
         *,
-        pages: int,
-        name: str = "model",
-        max_batch_tokens: int = 2048,
-        max_sequences: int = 64,
         decode: Callable[[list[int]], str] | None = None,
         clock: Clock | None = None,
-        patience_s: float = 10.0,
-        share_across_engines: bool = False,
     ) -> None:
         layout = model.layout
         if len(layout.groups) != 1 or layout.groups[0].kind != "mha":
             raise LayoutError(f"{len(layout.groups)} groups, {layout.groups[0].kind}: this engine runs one mha group")
         group = layout.groups[0]
         self.model = model
-        self.name = name
-        self.pool = PagePool(pages)
-        self.max_tokens = min(model.max_tokens, pages * layout.block_tokens)
+        self.name = config.name
+        self.pool = PagePool(config.pages)
+        self.max_tokens = min(model.max_tokens, config.pages * layout.block_tokens)
         self._decode = decode
         self._clock = clock or SystemClock()
         self._arrivals = itertools.count()
         self._kv = torch.zeros(
-            (group.layers, 2, pages, layout.block_tokens, group.kv_heads, group.head_dim),
+            (group.layers, 2, config.pages, layout.block_tokens, group.kv_heads, group.head_dim),
             dtype=model.dtype,
             device=model.device,
         )
         described = GroupPages.from_tensors(layout, list(self._kv), axes=("kv", "page", "token", "head", "dim"))
         bound = None
         if cache is not None:
-            if share_across_engines:
+            if config.share_across_engines:
                 same = shared_identity(
                     model.directory, revision=model.revision, dtype=str(model.dtype).removeprefix("torch.")
                 )
@@ -121,21 +131,23 @@ class Engine:
                     shared_layout(layout), model=same.model, revision=same.revision, facts=same.facts
                 )
             else:
-                bound = cache.namespace(layout, model=name, revision=model.revision, facts=model.facts)
+                bound = cache.namespace(layout, model=config.name, revision=model.revision, facts=model.facts)
             if (
-                isinstance(bound, SupportsCanary) and not share_across_engines
+                isinstance(bound, SupportsCanary) and not config.share_across_engines
             ):  # a digest of another engine does not give the tokens
-                bound.canary(Recompute(model, max_batch_tokens))
+                bound.canary(Recompute(model, config.max_batch_tokens))
         prefix = PrefixCache(
             self.pool,
             bound,
             [described],
             block_tokens=layout.block_tokens,
             clock=self._clock,
-            patience_s=patience_s,
-            shared=share_across_engines,
+            patience_s=config.patience_s,
+            shared=config.share_across_engines,
         )
-        self._scheduler = Scheduler(self.pool, prefix, max_batch_tokens=max_batch_tokens, max_sequences=max_sequences)
+        self._scheduler = Scheduler(
+            self.pool, prefix, max_batch_tokens=config.max_batch_tokens, max_sequences=config.max_sequences
+        )
         self._prefix = prefix
 
     @property
@@ -284,3 +296,33 @@ class Engine:
         """Abort unfinished requests. Running transfers keep the memory that they use alive. The cache stays open."""
         for sequence in [*self._scheduler.waiting, *self._scheduler.active]:
             self.abort(sequence)
+
+
+class Recompute:
+    """Computes the last block of some tokens again, outside the pool and any cache, for the canary to compare.
+
+    Thread safety: called from another thread than the engine's; it only reads the model.
+    """
+
+    def __init__(self, model: Runner, rows: int) -> None:
+        """`rows` is the number of tokens of a step."""
+        self._model, self._rows = model, rows
+
+    def __call__(self, tokens: Ordered[int]) -> list[bytes]:
+        model, layout = self._model, self._model.layout
+        group, pages = layout.groups[0], len(tokens) // layout.block_tokens
+        shape = (group.layers, 2, pages, layout.block_tokens, group.kv_heads, group.head_dim)
+        kv = torch.zeros(shape, dtype=model.dtype, device=model.device)
+        for first in range(0, len(tokens), self._rows):
+            part = tokens[first : first + self._rows]
+            span = Span(0, len(part), first, list(range(pages)))
+            positions = range(first, first + len(part))
+            model.forward(Batch(self._tensor(part), self._tensor(positions), [span], self._tensor([len(part) - 1])), kv)
+        last = list(kv[:, :, -1:].cpu().contiguous())
+        described = GroupPages.from_tensors(layout, last, axes=("kv", "page", "token", "head", "dim"))
+        payload = bytearray(described.block_bytes)
+        CpuCopier().gather(described, [0], [memoryview(payload)]).wait()
+        return [bytes(payload)]
+
+    def _tensor(self, numbers: Ordered[int]) -> torch.Tensor:
+        return torch.tensor(list(numbers), dtype=torch.int64, device=self._model.device)

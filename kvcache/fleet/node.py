@@ -76,7 +76,7 @@ class Prefetch:
             self._done.set()
 
     def _prefetch_chain(self, bound: CacheNamespace, packed: bytes) -> None:
-        near = Prefetcher(self._cache.tier_manager, bound, packed, self._room, self._stop.is_set)
+        near = Prefetcher(bound, packed, self._room, self._stop.is_set)
         self.progress.chains += 1
         self.progress.whole += near.prefetch("warm-up")
         self.progress.blocks += near.blocks
@@ -103,10 +103,8 @@ def _refuse_without_fleet(asked: dict[Any, Any]) -> dict[str, Any]:
 
 def warm_up(cache: Cache, url: str, prompts: Sequence[Prompt]) -> WarmUp:
     """Have the engine at `url`, whose cache this is, read or compute these prompts in the background."""
-    settings, clock = cache.settings.warm, cache.tier_manager.os_env.clock
-    coordination = (
-        Coordination(cache.settings.redis, cache.tier_manager.os_env) if cache.settings.redis.enabled else None
-    )
+    settings, clock = cache.settings.warm, cache.os_env.clock
+    coordination = Coordination(cache.settings.redis, cache.os_env) if cache.settings.redis.enabled else None
     watch = cache.tier_manager.watch(anew=True)
 
     def begin() -> None:
@@ -141,7 +139,7 @@ def warm_up(cache: Cache, url: str, prompts: Sequence[Prompt]) -> WarmUp:
 class FleetNode:
     def __init__(self, cache: Cache) -> None:
         settings, self._cache = cache.settings.warm, cache
-        self._coordination = Coordination(cache.settings.redis, cache.tier_manager.os_env)
+        self._coordination = Coordination(cache.settings.redis, cache.os_env)
         self._popularity = Popularity(self._coordination, half_life_s=settings.popularity_half_life_s)
         self._most_bytes = min(settings.max_bytes, cache.settings.host.capacity_bytes // 2)
         self._room = ByteBudget(self._most_bytes)
@@ -154,7 +152,7 @@ class FleetNode:
             if telling
             else None
         )
-        self._end = cache.tier_manager.os_env.clock.now() + settings.deadline_s
+        self._end = cache.os_env.clock.now() + settings.deadline_s
         if settings.hot:
             cache.on_bind.append(lambda bound: self.prefetch([bound], settings.hot, self._room))
             if settings.before_ready:
@@ -164,9 +162,7 @@ class FleetNode:
 
     def ready(self) -> bool:
         """Return whether every prefetch is done, or the deadline has passed."""
-        return self._cache.tier_manager.os_env.clock.now() >= self._end or all(
-            prefetch.ready for prefetch in self._prefetches
-        )
+        return self._cache.os_env.clock.now() >= self._end or all(prefetch.ready for prefetch in self._prefetches)
 
     def prefetch(self, bounds: list[CacheNamespace], count: int, room: ByteBudget) -> Prefetch:
         prefetch = Prefetch(self._cache, self._popularity, bounds, count, room)

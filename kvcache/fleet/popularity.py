@@ -124,7 +124,7 @@ class PopularityReporter:
             return 0
         self._reported_clock = max(each.clock for each in entries)
         uses = Counter((each.namespace, each.packed[: each.found * SIGNATURE_BYTES]) for each in entries)
-        now = cache.tier_manager.os_env.clock.wall()
+        now = cache.os_env.clock.wall()
         top_chains = uses.most_common(MAX_REPORTED_CHAINS)
         for (namespace, packed), count in top_chains:
             self._popularity.add(namespace, packed, count, now)

@@ -15,7 +15,7 @@ from pydantic.fields import FieldInfo
 
 from kvcache.settings.cache import Canary, Evict, Explain, Flow, Identity, Plan, Warm
 from kvcache.settings.service import Control, Daemon, Http, Log, Trace
-from kvcache.settings.tiers import Encryption, Host, Nvme, Object, Redis
+from kvcache.settings.tiers import Encryption, Host, Nvme, Object, Redis, WriteMode
 from kvcache.settings.types import Count, Section
 
 PREFIX = "KVCACHE_"
@@ -53,6 +53,11 @@ class Settings(Section):
     def given(self, name: str) -> bool:
         """Return whether a file, a variable or a keyword set it."""
         return name in self._origins
+
+    def write_mode(self, tier: str) -> WriteMode:
+        """Return when blocks are written to a lower tier."""
+        mode: WriteMode = self.value(f"{tier}.write")
+        return mode
 
     def value(self, name: str) -> Any:
         section, _, last = name.rpartition(".")

@@ -28,7 +28,8 @@ from kvcache.settings.types import (
     computed_default,
 )
 
-Write = Literal["write_through", "write_back", "on_second_use", "off"]
+WriteMode = Literal["write_through", "write_back", "on_second_use", "off"]
+"""When a block is intended for a tier: at store time, at eviction from host memory, at the next use, never."""
 
 
 def _host_capacity() -> int:
@@ -126,7 +127,7 @@ class Nvme(Section):
         description="How records are kept: `raw`, as they are; `zstd`, smaller and exact (`kvcache-tiers[zstd]`); "
         "`fp8`, `int8`, half or a quarter of the size, with the loss that docs/codecs.md bounds.",
     )
-    write: Write = write_mode()
+    write: WriteMode = write_mode()
     threads: Count = Field(default=4, description="Threads that read and write.")
     queue_bytes: Bytes = Field(
         default=256 * MiB, description="Bytes waiting to be written, beyond which writes are dropped and counted."
@@ -193,7 +194,7 @@ class Redis(Section):
     part_expire_s: Annotated[float, BeforeValidator(as_number), Field(ge=1, allow_inf_nan=False)] = Field(
         default=86_400, description="After so long the parts of a long record go in any case."
     )
-    write: Write = write_mode()
+    write: WriteMode = write_mode()
     connections: Count = Field(default=4, description="Connections to each server, with a thread for each.")
     queue_bytes: Bytes = Field(
         default=256 * MiB, description="Bytes waiting to be written, beyond which writes are dropped and counted."
@@ -248,7 +249,7 @@ class Object(Section):
         description="How often the store is asked to list what is there. What goes on where a known prefix ends is "
         "found between as well.",
     )
-    write: Write = write_mode()
+    write: WriteMode = write_mode()
     connections: Count = Field(default=8, description="Threads that read and write.")
     queue_bytes: Bytes = Field(
         default=256 * MiB, description="Bytes waiting to be written, beyond which writes are dropped and counted."

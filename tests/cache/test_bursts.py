@@ -193,7 +193,7 @@ class Full(MemoryTier):
 
 def test_a_drive_that_can_write_nothing_keeps_what_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
     drive = Full()
-    monkeypatch.setattr("kvcache.cache.cache.open_lower_tiers", lambda settings, os_env, serves: [drive])
+    monkeypatch.setattr("kvcache.cache.factory.open_lower_tiers", lambda settings, os_env, serves: [drive])
     cache = open_host(16)
     kept = list(range(4 * 8))
     put(cache, kept)
@@ -220,7 +220,7 @@ def test_a_burst_over_a_drive_that_hangs_neither_blocks_nor_errs(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     stuck = Stuck()
-    monkeypatch.setattr("kvcache.cache.cache.open_lower_tiers", lambda settings, os_env, serves: [stuck])
+    monkeypatch.setattr("kvcache.cache.factory.open_lower_tiers", lambda settings, os_env, serves: [stuck])
     cache = open_host(16, flow={"queue_blocks": 6})
     chains = [[1000 * i + t for t in range(4 * 8)] for i in range(8)]
     transfers = [put(cache, tokens) for tokens in chains]  # each waits for its own store only, never for the drive
@@ -262,7 +262,7 @@ def test_a_flush_waits_for_what_was_stored_before_it_and_not_for_what_comes_afte
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     drive = Restless(lambda number: put(cache, [1000 * number + t for t in range(4)]))
-    monkeypatch.setattr("kvcache.cache.cache.open_lower_tiers", lambda settings, os_env, serves: [drive])
+    monkeypatch.setattr("kvcache.cache.factory.open_lower_tiers", lambda settings, os_env, serves: [drive])
     cache = open_host(32)
     put(cache, list(range(4)))
     assert cache.flush(60), "whatever is stored meanwhile"
@@ -305,9 +305,9 @@ def test_whatever_a_flush_waits_for_has_the_time_that_is_left(monkeypatch: pytes
         wait = staticmethod(waits)  # type: ignore[assignment]
 
     cache.on_flush += [waits, waits]
-    cache.tier_manager.expiry.pending_removals([Leaving(1), Leaving(1)])
+    cache.expiry.pending_removals([Leaving(1), Leaving(1)])
     with monkeypatch.context() as patch:
-        patch.setattr(cache.tier_manager.os_env.clock, "now", lambda: time[0])
+        patch.setattr(cache.os_env.clock, "now", lambda: time[0])
         assert cache.flush(20.0)
         assert cache.flush()
     assert given == [20.0, 13.0, 6.0, 0.0, None, None, None, None]

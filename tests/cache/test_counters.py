@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from kvcache.block.layout import KVLayout
 from kvcache.cache.cache import Cache
-from kvcache.cache.tier_manager import Bypass
+from kvcache.cache.context import Bypass
 from kvcache.log import MAX_LABEL_CHARS
 from kvcache.observe.reasons import meaning
 from kvcache.os_env import Executor, InlineExecutor, OsEnv, ThreadExecutor
@@ -158,13 +158,13 @@ def test_what_was_begun_before_a_bypass_ends_with_what_it_has(tmp_path: Path) ->
             r.match()
             r.admit()
             loading, storing = r.load(4, pages(), ids(4)), r.store(pages(), ids(4), first_block=4)
-        cache.tier_manager.bypass.set("on")
+        cache.bypass.set("on")
         later.run()
         assert loading.outcomes == (Outcome.CANCELLED, *[Outcome.NOT_FOUND] * 3)
         assert storing.outcomes == (Outcome.DROPPED,) * 4
         assert cache.counters.get("drops", reason="bypass") == 4
-        assert cache.tier_manager.holds.held_bytes() == {"host": 0, "nvme": 0}
-        cache.tier_manager.bypass.set("off")
+        assert cache._context.holds.held_bytes() == {"host": 0, "nvme": 0}
+        cache.bypass.set("off")
         with bound(cache).request() as r:
             assert r.match(range(4 * BLOCKS)).blocks == 4
         assert cache.flush(30)
@@ -174,7 +174,7 @@ def test_what_was_begun_before_a_bypass_ends_with_what_it_has(tmp_path: Path) ->
 def test_a_bypassed_cache_needs_no_thread_that_could_hang(tmp_path: Path) -> None:
     os_env, later = with_copies_later()
     with closing(opened(tmp_path, os_env)) as cache:
-        cache.tier_manager.bypass.set("on")
+        cache.bypass.set("on")
         with bound(cache).request() as r:
             assert r.match(range(16)).reason == "bypass"
             r.admit()
@@ -191,7 +191,7 @@ def test_nothing_is_brought_near_for_a_request_that_was_bypassed(tmp_path: Path)
     with closing(opened(tmp_path)) as cache:
         with bound(cache).request() as r:
             assert r.match(range(4 * BLOCKS)).by_tier == {"nvme": BLOCKS}
-            cache.tier_manager.bypass.set("loads")
+            cache.bypass.set("loads")
             r.admit()
         cache.tier_manager.promoter.wait_idle(30)
         assert cache.counters.get("promoted_blocks") == 0

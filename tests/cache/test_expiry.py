@@ -233,7 +233,7 @@ def test_a_sweep_takes_some_and_no_request_gets_the_rest(
 
 
 def noted(cache: Cache) -> int:
-    return sum(len(run.addresses) for run in cache.tier_manager.expiry._ends)
+    return sum(len(run.addresses) for run in cache.expiry._ends)
 
 
 def test_what_is_noted_is_bounded(opened: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -251,8 +251,8 @@ def test_what_is_noted_is_bounded(opened: Any, monkeypatch: pytest.MonkeyPatch) 
         kept(other, 1, ttl_s=60)
         assert cache.flush(30)
         other.clear()
-    assert noted(cache) == cache.tier_manager.expiry._noted <= 2 * 20 + 10
-    assert len(cache.tier_manager.expiry._expiry_by_name) <= noted(cache)
+    assert noted(cache) == cache.expiry._noted <= 2 * 20 + 10
+    assert len(cache.expiry._expiry_by_name) <= noted(cache)
     assert found(bound) == 10
 
 
@@ -273,11 +273,11 @@ def test_a_block_demoted_from_host_keeps_its_end(
         waiting = lane._executor
         monkeypatch.setattr(expiry, "MIN_COMPACT_RECORDS", 0)
         if meanwhile == "forgotten":
-            cache.tier_manager.expiry._compact()
+            cache.expiry._compact()
             assert noted(cache) == 0
         else:
             clock.ahead_s = 61
-            assert not cache.tier_manager.expiry.sweep()
+            assert not cache.expiry.sweep()
         waiting.run()
     finally:
         lane._executor = later
@@ -301,7 +301,7 @@ def test_learning_stops_at_close(opened: Any) -> None:
                 cache.close()
             yield chain(1)[0], 1
 
-    cache.tier_manager.expiry.learn(tell)
+    cache.expiry.learn(tell)
     assert asked == [0, 1, 2, 3]
 
 

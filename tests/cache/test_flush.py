@@ -58,7 +58,7 @@ class Drive(MemoryTier):
 @pytest.fixture
 def drive(monkeypatch: pytest.MonkeyPatch) -> Iterator[Drive]:
     made = Drive()
-    monkeypatch.setattr("kvcache.cache.cache.open_lower_tiers", lambda settings, os_env, serves: [made])
+    monkeypatch.setattr("kvcache.cache.factory.open_lower_tiers", lambda settings, os_env, serves: [made])
     yield made
     made.go.set()
 

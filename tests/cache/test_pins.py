@@ -61,7 +61,7 @@ def test_what_is_pinned_stays_until_its_time(cache: Cache, clock: Clock) -> None
     bound = bound_to(cache)
     ids = tokens(1, 6)
     store(bound, ids, 1)
-    pin = cache.tier_manager.pins.pin(bound, packed(bound, ids), 60)
+    pin = cache.pins.pin(bound, packed(bound, ids), 60)
     assert (pin.blocks, pin.wanted, pin.by_tier) == (6, 6, {"host": 6})
     assert pin.ends == clock.wall() + 60
     assert pinned(cache) == 6 * 12 * 1024
@@ -73,15 +73,15 @@ def test_what_is_pinned_stays_until_its_time(cache: Cache, clock: Clock) -> None
     clock.time += 1
     flood(bound, 30)
     assert there(bound, ids) == 0
-    assert (cache.tier_manager.pins.all(), pinned(cache), cache.index.held()) == ([], 0, 0)
+    assert (cache.pins.all(), pinned(cache), cache.index.held()) == ([], 0, 0)
 
 
 def test_unpinned_it_leaves_like_any_other(cache: Cache) -> None:
     bound = bound_to(cache)
     store(bound, tokens(1, 4), 1)
-    pin = cache.tier_manager.pins.pin(bound, packed(bound, tokens(1, 4)), 60)
-    assert cache.tier_manager.pins.unpin(pin.id)
-    assert not cache.tier_manager.pins.unpin(pin.id)
+    pin = cache.pins.pin(bound, packed(bound, tokens(1, 4)), 60)
+    assert cache.pins.unpin(pin.id)
+    assert not cache.pins.unpin(pin.id)
     flood(bound, 10)
     assert there(bound, tokens(1, 4)) == 0
 
@@ -90,13 +90,13 @@ def test_pins_are_bounded_in_bytes(cache: Cache) -> None:
     bound = bound_to(cache)
     store(bound, tokens(1, 16), 1)
     share = BLOCKS // PIN_DIVISOR
-    first = cache.tier_manager.pins.pin(bound, packed(bound, tokens(1, 16)), 60)
+    first = cache.pins.pin(bound, packed(bound, tokens(1, 16)), 60)
     assert (first.blocks, first.wanted, first.by_tier) == (share, 16, {"host": share})
     store(bound, tokens(2, 2), 2)
     with pytest.raises(ConfigError, match="no room"):
-        cache.tier_manager.pins.pin(bound, packed(bound, tokens(2, 2)), 60)
-    cache.tier_manager.pins.unpin(first.id)
-    assert cache.tier_manager.pins.pin(bound, packed(bound, tokens(2, 2)), 60).blocks == 2
+        cache.pins.pin(bound, packed(bound, tokens(2, 2)), 60)
+    cache.pins.unpin(first.id)
+    assert cache.pins.pin(bound, packed(bound, tokens(2, 2)), 60).blocks == 2
     assert pinned(cache) == 2 * 12 * 1024
 
 
@@ -104,32 +104,32 @@ def test_pins_are_bounded_in_number(cache: Cache, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr("kvcache.cache.pins.MAX_PINS", 2)
     bound = bound_to(cache)
     store(bound, tokens(1, 1), 1)
-    made = [cache.tier_manager.pins.pin(bound, packed(bound, tokens(1, 1)), 60) for _ in range(2)]
+    made = [cache.pins.pin(bound, packed(bound, tokens(1, 1)), 60) for _ in range(2)]
     with pytest.raises(ConfigError, match="no more can be"):
-        cache.tier_manager.pins.pin(bound, packed(bound, tokens(1, 1)), 60)
-    assert cache.tier_manager.pins.all() == made
-    assert all(cache.tier_manager.pins.unpin(pin.id) for pin in made)
+        cache.pins.pin(bound, packed(bound, tokens(1, 1)), 60)
+    assert cache.pins.all() == made
+    assert all(cache.pins.unpin(pin.id) for pin in made)
     assert cache.index.held() == 0
 
 
 def test_what_makes_no_sense_is_refused(cache: Cache) -> None:
     bound = bound_to(cache)
     with pytest.raises(ConfigError, match="nothing of this prefix"):
-        cache.tier_manager.pins.pin(bound, packed(bound, tokens(1, 4)), 60)
+        cache.pins.pin(bound, packed(bound, tokens(1, 4)), 60)
     store(bound, tokens(1, 4), 1)
     for seconds in (0.0, -1.0, MAX_PIN_S + 1, float("nan")):
         with pytest.raises(ConfigError, match="expected more than 0"):
-            cache.tier_manager.pins.pin(bound, packed(bound, tokens(1, 4)), seconds)
+            cache.pins.pin(bound, packed(bound, tokens(1, 4)), seconds)
     assert cache.index.held() == 0
 
 
 def test_a_cleared_namespace_is_gone_though_it_was_pinned(cache: Cache) -> None:
     bound = bound_to(cache)
     store(bound, tokens(1, 4), 1)
-    pin = cache.tier_manager.pins.pin(bound, packed(bound, tokens(1, 4)), 60)
+    pin = cache.pins.pin(bound, packed(bound, tokens(1, 4)), 60)
     bound.clear()
     assert there(bound, tokens(1, 4)) == 0
-    assert cache.tier_manager.pins.unpin(pin.id)
+    assert cache.pins.unpin(pin.id)
     assert cache.index.held() == 0
 
 

@@ -45,18 +45,18 @@ def kept(cache: Cache, *seeds: int, seconds: float = 60) -> None:
     bound = bound_to(cache)
     for seed in seeds:
         store(bound, tokens(seed, 4), seed)
-        cache.tier_manager.pins.pin(bound, packed(bound, tokens(seed, 4)), seconds)
+        cache.pins.pin(bound, packed(bound, tokens(seed, 4)), seconds)
 
 
 def told(cache: Cache) -> list[dict[str, Any]]:
-    return [pin.told() for pin in cache.tier_manager.pins.all()]
+    return [pin.told() for pin in cache.pins.all()]
 
 
 def test_they_go_on_under_their_numbers_until_their_end(make: Callable[..., Cache], clock: Clock) -> None:
     old = make()
     kept(old, 1)
     kept(old, 2, seconds=600)
-    old.tier_manager.pins.unpin(1)
+    old.pins.unpin(1)
     before = told(old)
     clock.time += 30
     successor = make()
@@ -99,7 +99,7 @@ def test_what_is_pinned_comes_first_however_long_ago_it_was_used(make: Callable[
     old = make()
     bound = bound_to(old)
     store(bound, tokens(1, 2), 1)
-    old.tier_manager.pins.pin(bound, packed(bound, tokens(1, 2)), 60)
+    old.pins.pin(bound, packed(bound, tokens(1, 2)), 60)
     flood(bound, 10, times=2)
     before = told(old)
     successor = make(extents=1)
@@ -133,12 +133,12 @@ def test_one_of_which_nothing_came_is_said(make: Callable[..., Cache], caplog: p
 def test_no_number_comes_twice(make: Callable[..., Cache]) -> None:
     old = make()
     kept(old, 1, 2)
-    old.tier_manager.pins.unpin(2)
+    old.pins.unpin(2)
     successor = make()
     taken(successor, *left(old))
     kept(successor, 3)
     assert [pin["pin"] for pin in told(successor)] == [1, 3]
-    successor.tier_manager.pins.unpin(3)
+    successor.pins.unpin(3)
     last = make()
     taken(last, *left(successor))
     kept(last, 4)

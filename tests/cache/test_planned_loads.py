@@ -44,9 +44,9 @@ def below(place: Path, **settings: Any) -> Cache:
 
 def slow(cache: Cache) -> None:
     for _ in range(5):
-        reading = cache.tier_manager.plan.read_started("nvme", 8192)
+        reading = cache.plan.read_started("nvme", 8192)
         reading.begun -= SLOW_S
-        cache.tier_manager.plan.read_ended(reading, 8192)
+        cache.plan.read_ended(reading, 8192)
 
 
 def ask(cache: Cache, name: str) -> tuple[int, str]:
@@ -97,7 +97,7 @@ def test_a_slow_tier_is_tried_again_and_what_it_brings_stays(tmp_path: Path) -> 
     with closing(below(tmp_path)) as cache:
         slow(cache)
         cache.namespace(LAYOUT, model="m", revision="r").computed(40, 0.1)
-        cache.tier_manager.plan._tried["nvme"] = -1e9  # long ago
+        cache.plan._tried["nvme"] = -1e9  # long ago
         found = [ask(cache, f"r{i}")[0] for i in range(8) if cache.tier_manager.promoter.wait_idle(30)]
         assert found[0] == 0
         assert found[-1] == 10, "the drive is fast after all: it was tried until that was clear"
@@ -110,7 +110,7 @@ def test_a_choice_to_load_nothing_is_settled_and_regretted_once_its_tier_is_know
         bound, counted = cache.namespace(LAYOUT, model="m", revision="r"), cache.counters.get
         bound.computed(40, 0.1)
         for i in range(5):
-            cache.tier_manager.plan._tried["nvme"] = 1e9  # just now: it is not tried again
+            cache.plan._tried["nvme"] = 1e9  # just now: it is not tried again
             with bound.request(id=f"r{i}") as r:
                 assert r.match(range(44)).blocks == 0
                 r.admit()
@@ -119,7 +119,7 @@ def test_a_choice_to_load_nothing_is_settled_and_regretted_once_its_tier_is_know
                         assert rank.store(pages(), [[0]], first_block=0).wait(30)
             assert 0.1 * (i + 1) <= counted("planned_seconds") < 0.15 * (i + 1)
         assert counted("plan_regret_seconds") == 0, "by what is known"
-        cache.tier_manager.plan._tried["nvme"] = -1e9
+        cache.plan._tried["nvme"] = -1e9
         while ask(cache, "again")[0] < 10:
             assert cache.tier_manager.promoter.wait_idle(30)
         assert 0 < counted("plan_regret_seconds") < counted("planned_seconds")
@@ -129,11 +129,11 @@ def test_a_tier_whose_reads_are_late_is_not_asked_again_and_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with closing(below(tmp_path)) as cache:
-        (drive,) = cache.tier_manager.lower_tiers
+        (drive,) = cache.lower_tiers
 
         def late(op: str, addresses: Any, *_: Any, on_outcome: Any, **__: Any) -> None:
             for _ in range(10_000):
-                cache.tier_manager.os_env.clock.now()  # a second goes by
+                cache.os_env.clock.now()  # a second goes by
             for i in range(len(addresses)):
                 on_outcome(i, Outcome.TIMED_OUT)
 
@@ -172,7 +172,7 @@ def test_a_load_ends_whatever_fails_after_it(
     with closing(below(tmp_path)) as cache:
         assert ask(cache, "brings all to host")[0] == 10
         part, name = broken.split(".")
-        whole = getattr(getattr(cache.tier_manager, part), name)
+        whole = getattr(getattr(cache._context, part), name)
 
         def fails(*given: Any) -> None:
             whole(*given)
@@ -181,7 +181,7 @@ def test_a_load_ends_whatever_fails_after_it(
         with cache.namespace(LAYOUT, model="m", revision="r").request() as r:
             assert r.match(range(44)).blocks == 10
             with monkeypatch.context() as patch:
-                patch.setattr(getattr(cache.tier_manager, part), name, fails)
+                patch.setattr(getattr(cache._context, part), name, fails)
                 loaded, failed = (r.load(n, pages(), [list(range(n))]) for n in (10, 11))  # the last is nowhere
                 assert loaded.wait(30)
                 assert failed.wait(30)

@@ -7,6 +7,7 @@ from base64 import b64encode
 from hashlib import sha256
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -185,7 +186,15 @@ def test_a_state_that_is_whole_but_of_another_make_is_ignored_and_counted(change
     index = Index(["host", "nvme"], POLICIES["hazard"]())
     cost_classes, counters = CostClasses(index, ["host", "nvme"], Quotas()), Counters()
     with TemporaryDirectory() as place:
-        state = PolicyState(place, index, cost_classes, UsageLog(SystemClock()), counters, OsEnv(), lambda save: save())
+        context: Any = SimpleNamespace(
+            index=index,
+            cost_classes=cost_classes,
+            usage_log=UsageLog(SystemClock()),
+            counters=counters,
+            os_env=OsEnv(),
+            background=SimpleNamespace(submit=lambda save: save()),
+        )
+        state = PolicyState(context, place)
         state.save()
         head, _, rows = (Path(place) / FILE_NAME).read_bytes().split(b"\n", 2)[2].partition(b"\n")
         told = json.loads(head)
@@ -208,10 +217,10 @@ def test_a_state_that_is_whole_but_of_another_make_is_ignored_and_counted(change
 def test_when_a_namespace_was_used_last_is_known_after_a_restart_whatever_the_policy(tmp_path: Path) -> None:
     with opened(tmp_path) as cache:
         live(cache, 1)
-        (before,) = cache.tier_manager.usage_log.namespaces().items()
+        (before,) = cache.usage_log.namespaces().items()
     for policy in ("hazard", "lru"):
         with opened(tmp_path, policy=policy) as cache:
-            ((namespace, use),) = cache.tier_manager.usage_log.namespaces().items()
+            ((namespace, use),) = cache.usage_log.namespaces().items()
             assert (namespace, use.last) == (before[0], before[1].last)
             assert use.requests == 0, "those are of this life"
 
@@ -248,7 +257,7 @@ def test_uses_that_make_no_sense_are_of_another_make(tmp_path: Path, used: Any) 
     (tmp_path / FILE_NAME).write_bytes(b"\n".join([head, sha256(body).hexdigest().encode(), body]))
     with opened(tmp_path) as cache:
         assert cache.counters.tree()["policy_states"] == {"foreign": 1}
-        assert cache.tier_manager.usage_log.namespaces() == {}
+        assert cache.usage_log.namespaces() == {}
 
 
 def test_another_policy_s_state_is_no_use(tmp_path: Path) -> None:

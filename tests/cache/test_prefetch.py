@@ -41,7 +41,7 @@ def damage(place: Path) -> None:
 
 def brought(cache: Cache, seed: int, room: ByteBudget) -> tuple[bool, Prefetcher]:
     bound = bound_to(cache)
-    near = Prefetcher(cache.tier_manager, bound, packed(bound, tokens(seed, BLOCKS)), room, lambda: False)
+    near = Prefetcher(bound, packed(bound, tokens(seed, BLOCKS)), room, lambda: False)
     return near.prefetch("test"), near
 
 

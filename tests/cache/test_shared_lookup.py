@@ -88,13 +88,13 @@ def test_an_answer_that_was_begun_before_tells_of_nothing_that_was_cleared(
     bound, go, asked, waits = bind(cache), threading.Event(), threading.Event(), threading.Event()
     store(bound, Engine(FULL), TOKENS, list(range(10)))
     assert cache.flush(30)
-    assert cache.tier_manager.shared_lookup.wait(60)  # what was asked before it was stored
+    assert cache._context.shared_lookup.wait(60)  # what was asked before it was stored
     (tier,) = cache.lower_tiers
     for address in tier.scan():
         cache.index.discard(address, tier.name)  # as a process that has not seen it yet
         cache.index.discard(address, "host")
         cache.host.remove([address])
-    match_prefix, wait = tier.match_prefix, cache.tier_manager.shared_lookup.wait
+    match_prefix, wait = tier.match_prefix, cache._context.shared_lookup.wait
 
     def answer(*arguments: Any, **more: Any) -> Any:
         found = match_prefix(*arguments, **more)
@@ -104,7 +104,7 @@ def test_an_answer_that_was_begun_before_tells_of_nothing_that_was_cleared(
         return found
 
     monkeypatch.setattr(tier, "match_prefix", answer)
-    monkeypatch.setattr(cache.tier_manager.shared_lookup, "wait", lambda timeout_s: waits.set() or wait(60))
+    monkeypatch.setattr(cache._context.shared_lookup, "wait", lambda timeout_s: waits.set() or wait(60))
     with bound.request() as r:
         assert r.match(TOKENS).pending
         assert asked.wait(60)

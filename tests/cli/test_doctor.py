@@ -123,7 +123,7 @@ def test_a_check_that_breaks_is_a_finding_and_the_rest_goes_on(
 
 def test_running_caches_are_told_and_a_bypassed_one_is_a_warning(kv: Kv, file: Path) -> None:
     with closing(kvcache.open(host__capacity_bytes="1MiB", nvme__enabled=False)) as cache:
-        cache.tier_manager.bypass.set("loads")  # type: ignore[attr-defined]
+        cache.bypass.set("loads")  # type: ignore[attr-defined]
         findings = {row["name"]: row for row in json.loads(kv("doctor", str(file), "--json")[1])}
     address = f"{os.getpid()}-1"
     assert address in findings["running caches"]["found"]
@@ -340,7 +340,7 @@ def test_a_bundle_has_what_a_report_needs_and_no_secret(
         bound = cache.namespace(
             layout, model=f"https://me:{hidden[2]}@hub/model", revision=hidden[0], cache_salt=hidden[3]
         )
-        cache.tier_manager.bypass.set("stores")  # type: ignore[attr-defined]
+        cache.bypass.set("stores")  # type: ignore[attr-defined]
         pages = [kvcache.GroupPages.from_tensors(layout, np.zeros((1, 2, 4, 16, 1, 8), np.float32), axes=trip.AXES)]
         with bound.request(id=f"request {hidden[4]}") as r:
             r.match(range(64))

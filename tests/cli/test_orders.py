@@ -39,8 +39,8 @@ def cache() -> Iterator[Cache]:
 
 def later(cache: Cache, monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
     """So much later, by the cache's own clock."""
-    now = cache.tier_manager.os_env.clock.wall()
-    monkeypatch.setattr(type(cache.tier_manager.os_env.clock), "wall", lambda self: now + seconds)
+    now = cache.os_env.clock.wall()
+    monkeypatch.setattr(type(cache.os_env.clock), "wall", lambda self: now + seconds)
 
 
 def test_ls_tells_bytes_and_last_use(cache: Cache, kv: Any) -> None:
@@ -91,8 +91,8 @@ def test_a_restart_is_no_use(kv: Any, tmp_path: Path, monkeypatch: pytest.Monkey
     with opened() as cache:
         later(cache, monkeypatch, 2 * DAY)
     with opened() as cache:
-        ((_, use),) = cache.tier_manager.usage_log.namespaces().items()
-        assert cache.tier_manager.usage_log.since - use.last > DAY, "it began two days later"
+        ((_, use),) = cache.usage_log.namespaces().items()
+        assert cache.usage_log.since - use.last > DAY, "it began two days later"
         (row,) = json.loads(kv("prune", "--unused", "1d", "--dry-run", "--json")[1])["pruned"]
         assert row["last"] == use.last
         assert json.loads(kv("ls", "--json")[1])[0]["last"] == use.last

@@ -169,7 +169,7 @@ def test_of_several_one_is_picked(cache: Any, kv: Any, address: str, runtime: Pa
         assert json.loads(kv("stats", "-a", second, "--json")[1]) == other.stats()
         assert json.loads(kv("stats", "-a", str(runtime / f"{second}.sock"), "--json")[1]) == other.stats()
         assert [row["address"] for row in json.loads(kv("bypass", "loads", "--all", "--json")[1])] == [address, second]
-        assert cache.tier_manager.bypass.mode == other.tier_manager.bypass.mode == "loads"
+        assert cache.bypass.mode == other.bypass.mode == "loads"
         assert kv("bypass", "off", "--all", "-a", second)[0] == 2
 
 
@@ -186,4 +186,4 @@ def test_an_absent_daemon_is_exit_code_3_and_one_line(kv: Any, arguments: tuple[
 def test_a_wrong_word_is_exit_code_2(cache: Any, kv: Any) -> None:
     assert kv("bypass", "maybe")[0] == 2
     assert kv("stats", "-o", "yaml")[0] == 2
-    assert cache.tier_manager.bypass.mode == "off"
+    assert cache.bypass.mode == "off"

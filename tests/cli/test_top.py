@@ -139,7 +139,7 @@ def test_a_cache_that_began_anew_has_no_negative_rates(cache: Cache) -> None:
 
 
 def test_a_bypass_is_said_first(cache: Cache, kv: Any) -> None:
-    cache.tier_manager.bypass.set("on")
+    cache.bypass.set("on")
     assert kv("top", "--once")[1].startswith("bypassed: loads, stores")
 
 

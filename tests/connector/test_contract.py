@@ -12,7 +12,7 @@ import torch
 
 import kvcache
 from kvcache.connector.transformers import PrefixStore
-from kvcache.engine.engine import Engine
+from kvcache.engine.engine import Engine, EngineConfig
 from kvcache.engine.model import load_model
 from kvcache.engine.sampling import SamplingParams
 from kvcache.testing import ConnectorContract, Served
@@ -46,7 +46,7 @@ class TestTheReferenceEngine(ConnectorContract):
         self.models = [load_model(path) for path in models]
 
     def serve(self, cache: kvcache.KVCache | None, *, weights: int = 0) -> Served:
-        return Reference(Engine(self.models[weights], cache, pages=64, patience_s=patience_s(cache)))
+        return Reference(Engine(self.models[weights], cache, EngineConfig(pages=64, patience_s=patience_s(cache))))
 
 
 class TestTransformers(ConnectorContract):

@@ -22,7 +22,7 @@ from kvcache.connector.vllm.identity import BlockDigests
 from kvcache.connector.vllm.kv_layout import ModelIdentity, combine_ranks, pages_of
 from kvcache.connector.vllm.kv_layout import describe_layers as describe_vllm
 from kvcache.connector.vllm.namespaces import share_model
-from kvcache.engine.engine import Engine
+from kvcache.engine.engine import Engine, EngineConfig
 from kvcache.engine.model import load_model
 from kvcache.errors import LayoutError, ModelError
 from kvcache.testing.naive_cache import NaiveCache
@@ -86,7 +86,9 @@ def vllm(path: str, tensors: dict[str, Any] | None = None, **served: Any) -> tup
 
 
 def reference(path: str) -> bytes:
-    engine = Engine(load_model(path), NaiveCache(), pages=8, name="as it is served", share_across_engines=True)
+    engine = Engine(
+        load_model(path), NaiveCache(), EngineConfig(pages=8, name="as it is served", share_across_engines=True)
+    )
     bound = engine._prefix._bound
     assert bound is not None
     return bound.id

@@ -64,7 +64,7 @@ def bind(cache: Any, layout: KVLayout = FULL, **fields: Any) -> Any:
 
 def quiet(cache: Any) -> None:
     """What a cache of this process does in the background is done: owners' names written, records counted."""
-    for submit in (cache.erasure.submit, cache._background.submit):
+    for submit in (cache.erasure.submit, cache._context.background.submit):
         submit(lambda: None).result(60)
 
 

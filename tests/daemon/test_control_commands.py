@@ -116,6 +116,4 @@ def test_blocks_fit_that_have_room_for_every_record(opened: Callable[[], Cache],
         return sum(len(need[place.group]) * record_bytes(place.payload_bytes) for place in bound.all_shards)
 
     room = cache.host.usage().capacity_bytes // PIN_DIVISOR
-    assert cache.tier_manager.pins.pinnable_blocks(bound, blocks) == max(
-        n for n in range(blocks + 1) if size(n) <= room
-    )
+    assert cache.pins.pinnable_blocks(bound, blocks) == max(n for n in range(blocks + 1) if size(n) <= room)

@@ -9,7 +9,7 @@ from tests.daemon.within import Within
 
 
 def test_a_request_and_a_namespace_say_how_long(within: Within, monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = within.cache.tier_manager.os_env.clock
+    clock = within.cache.os_env.clock
     began = clock.wall()
 
     def later(seconds: float) -> None:

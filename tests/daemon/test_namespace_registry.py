@@ -202,7 +202,7 @@ def test_whose_a_record_is_is_known_for_as_long_as_it_is_there(within: Within) -
     assert cache._namespace_gc.places == set()
     assert cache.cost_classes._places == {}
     assert cache.erasure._owners == {}
-    assert cache._record_codec._layouts == {}
+    assert cache._context.record_codec._layouts == {}
     assert cache.check() == []
 
 

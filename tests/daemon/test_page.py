@@ -349,12 +349,12 @@ def test_it_says_when_the_daemon_is_gone_and_comes_back(page: Browser) -> None:
 
 
 def test_a_bypass_cannot_be_overlooked(page: Browser, cache: Cache) -> None:
-    cache.tier_manager.bypass.set("loads")
+    cache.bypass.set("loads")
     try:
         page.until("!document.getElementById('bypass').hidden")
         assert "kvcache bypass off" in text(page, "#bypass")
     finally:
-        cache.tier_manager.bypass.set("off")
+        cache.bypass.set("off")
     page.until("document.getElementById('bypass').hidden")
 
 

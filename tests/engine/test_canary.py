@@ -13,9 +13,8 @@ import torch
 import kvcache
 from kvcache.cache.cache import Cache
 from kvcache.cache.canary import relative_difference
-from kvcache.engine.engine import Engine
+from kvcache.engine.engine import Engine, EngineConfig, Recompute
 from kvcache.engine.model import load_model
-from kvcache.engine.recompute import Recompute
 from kvcache.engine.sampling import SamplingParams
 from tests.engine import tiny
 
@@ -41,7 +40,7 @@ def opened(tmp_path: Path, sample_rate: int, codec: str = "raw") -> Cache:
 
 def ask(model: Any, cache: Cache) -> int:
     """Tokens that came from the cache, to an engine that has nothing itself."""
-    [result] = Engine(model, cache, pages=64).generate([PROMPT], SamplingParams(max_tokens=2))
+    [result] = Engine(model, cache, EngineConfig(pages=64)).generate([PROMPT], SamplingParams(max_tokens=2))
     assert cache.flush(30)
     return sum(result.reused.values())
 
@@ -103,7 +102,7 @@ def test_other_weights_under_the_same_revision_are_found(
 def test_an_engine_that_cannot_compute_it_fails_no_request(model: Any, tmp_path: Path) -> None:
     cache = opened(tmp_path, sample_rate=20)
     ask(model, cache)
-    engine = Engine(model, cache, pages=64)
+    engine = Engine(model, cache, EngineConfig(pages=64))
 
     def fail(tokens: Any) -> list[bytes]:
         raise RuntimeError("out of memory")

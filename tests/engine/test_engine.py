@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from kvcache.block.layout import Group, KVLayout
-from kvcache.engine.engine import Engine
+from kvcache.engine.engine import Engine, EngineConfig
 from kvcache.engine.sampling import SamplingParams
 from kvcache.engine.sequence import SequenceState
 from kvcache.errors import ConfigError, KVCacheError, LayoutError, TokenError
@@ -17,8 +17,8 @@ from tests.engine.fake import BLOCK, EOS, VOCAB, FakeModel, Turning, UnrulyCache
 PROMPT = [i % 11 for i in range(22)]  # five full blocks and two tokens
 
 
-def engine(cache: Any = None, *, pages: int = 64, **named: Any) -> Engine:
-    return Engine(FakeModel(), cache, pages=pages, **named)
+def engine(cache: Any = None, *, pages: int = 64, decode: Any = None, clock: Any = None, **config: Any) -> Engine:
+    return Engine(FakeModel(), cache, EngineConfig(pages=pages, **config), decode=decode, clock=clock)
 
 
 def finish(engine: Engine) -> None:
@@ -208,7 +208,7 @@ def test_a_layout_of_several_groups_is_refused() -> None:
     model = FakeModel()
     model.layout = KVLayout((Group(layers=1, head_dim=4), Group(layers=1, head_dim=4, name="other")), BLOCK)
     with pytest.raises(LayoutError, match="2 groups"):
-        Engine(model, None, pages=4)
+        Engine(model, None, EngineConfig(pages=4))
 
 
 def test_other_weights_share_nothing() -> None:
@@ -216,7 +216,7 @@ def test_other_weights_share_nothing() -> None:
     engine(cache).generate([PROMPT], SamplingParams(max_tokens=1))
     other = FakeModel()
     other.revision = "fake-2"
-    [result] = Engine(other, cache, pages=64).generate([PROMPT], SamplingParams(max_tokens=1))
+    [result] = Engine(other, cache, EngineConfig(pages=64)).generate([PROMPT], SamplingParams(max_tokens=1))
     assert result.reused == {}
 
 

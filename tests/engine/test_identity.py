@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from kvcache.engine.checkpoint import Weights
-from kvcache.engine.engine import Engine
+from kvcache.engine.engine import Engine, EngineConfig
 from kvcache.engine.model import load_model
 from kvcache.errors import ModelError
 from kvcache.testing.naive_cache import NaiveCache
@@ -37,6 +37,6 @@ def test_weights_that_change_while_they_are_loaded_are_refused(tmp_path: Path, m
 
 
 def named(path: str) -> bytes:
-    bound = Engine(load_model(path), NaiveCache(), pages=8)._prefix._bound
+    bound = Engine(load_model(path), NaiveCache(), EngineConfig(pages=8))._prefix._bound
     assert bound is not None
     return bound.id

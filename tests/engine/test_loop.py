@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from kvcache.engine.engine import Engine
+from kvcache.engine.engine import Engine, EngineConfig
 from kvcache.engine.loop import EngineLoop
 from kvcache.engine.sampling import SamplingParams
 from kvcache.errors import ClosedError, TokenError
@@ -42,7 +42,7 @@ def model() -> Gate:
 
 @pytest.fixture
 def loop(model: Gate) -> Iterator[EngineLoop]:
-    loop = EngineLoop(Engine(model, NaiveCache(), pages=40), backlog=4)
+    loop = EngineLoop(Engine(model, NaiveCache(), EngineConfig(pages=40)), backlog=4)
     yield loop
     model.open.set()
     loop.close()

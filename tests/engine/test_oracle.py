@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 import kvcache
 from kvcache.cache.api import KVCache
-from kvcache.engine.engine import Engine
+from kvcache.engine.engine import Engine, EngineConfig
 from kvcache.engine.model import Model, load_model
 from kvcache.engine.sampling import SamplingParams
 from kvcache.engine.sequence import RequestOutput
@@ -46,7 +46,7 @@ def tiny_model(family: str) -> Model:
 
 @lru_cache(maxsize=4096)
 def without(family: str, prompt: tuple[int, ...]) -> list[int]:
-    engine = Engine(tiny_model(family), None, pages=64)
+    engine = Engine(tiny_model(family), None, EngineConfig(pages=64))
     [result] = engine.generate([prompt], ANSWER)
     return result.token_ids
 
@@ -123,7 +123,9 @@ def test_with_the_cache_as_without(family: str, played: list[Round], host_blocks
                 if r.before == "restart":
                     cache.close()  # with its writes under way
                     cache = tiers(Path(directory), host_blocks=host_blocks, nvme_blocks=nvme_blocks)
-                engine = Engine(model, cache, pages=r.pages, max_batch_tokens=r.budget, max_sequences=r.sequences)
+                engine = Engine(
+                    model, cache, EngineConfig(pages=r.pages, max_batch_tokens=r.budget, max_sequences=r.sequences)
+                )
                 results = play(engine, family, r.prompts)
                 if r.before == "clear":
                     engine.pool.clear()
@@ -151,8 +153,10 @@ def test_aborted_in_the_middle_nothing_is_held(
     with tempfile.TemporaryDirectory() as directory:
         cache = tiers(Path(directory), host_blocks=16, nvme_blocks=128)
         try:
-            Engine(tiny_model("llama"), cache, pages=pages).generate(asked[:2], ANSWER)
-            engine = Engine(tiny_model("llama"), cache, pages=pages, max_batch_tokens=budget, max_sequences=3)
+            Engine(tiny_model("llama"), cache, EngineConfig(pages=pages)).generate(asked[:2], ANSWER)
+            engine = Engine(
+                tiny_model("llama"), cache, EngineConfig(pages=pages, max_batch_tokens=budget, max_sequences=3)
+            )
             running = [engine.add(prompt, ANSWER) for prompt in asked]
             gone = set()
             for which, steps in aborted:
@@ -194,7 +198,7 @@ def test_smollm2_answers_the_same_from_every_tier(smollm2: Model, tmp_path: Path
     shared = tokenizer.encode(TEXT.read_text(encoding="utf-8"))[:160]
     asked = [shared + tokenizer.encode(question) for question in QUESTIONS]
     wish = SamplingParams(max_tokens=8)
-    plain = Engine(smollm2, None, pages=64)
+    plain = Engine(smollm2, None, EngineConfig(pages=64))
     expected = [plain.generate([prompt], wish)[0].token_ids for prompt in asked]
     known = len(shared) // 16 * 16
 
@@ -214,7 +218,7 @@ def test_smollm2_answers_the_same_from_every_tier(smollm2: Model, tmp_path: Path
         assert engine.check() == []
 
     cache = open_()
-    engine = Engine(smollm2, cache, pages=64, max_batch_tokens=50)
+    engine = Engine(smollm2, cache, EngineConfig(pages=64, max_batch_tokens=50))
     ask(engine, None)
     ask(engine, "hbm")
     assert cache.flush(30)
@@ -224,6 +228,6 @@ def test_smollm2_answers_the_same_from_every_tier(smollm2: Model, tmp_path: Path
     assert cache.check() == []
     cache.close()
     cache = open_()
-    ask(Engine(smollm2, cache, pages=64, max_batch_tokens=2048), "nvme")
+    ask(Engine(smollm2, cache, EngineConfig(pages=64, max_batch_tokens=2048)), "nvme")
     assert cache.check() == []
     cache.close()

@@ -7,7 +7,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from kvcache.engine.engine import Engine
+from kvcache.engine.engine import Engine, EngineConfig
 from kvcache.engine.sampling import SamplingParams
 from kvcache.engine.sequence import Sequence, SequenceState
 from kvcache.testing.naive_cache import NaiveCache
@@ -33,7 +33,7 @@ class EngineMachine(RuleBasedStateMachine):
         self.open()
 
     def open(self) -> None:
-        self.engine = Engine(FakeModel(), self.cache, clock=self.clock, patience_s=5.0, **self.shape)  # type: ignore[arg-type]
+        self.engine = Engine(FakeModel(), self.cache, EngineConfig(patience_s=5.0, **self.shape), clock=self.clock)  # type: ignore[arg-type]
 
     @rule(family=st.integers(0, 2), length=st.integers(1, 40), own=st.lists(st.integers(0, 11), max_size=3))
     def add(self, family: int, length: int, own: list[int]) -> None:
@@ -114,7 +114,7 @@ TestEngine.settings = settings(stateful_step_count=40, max_examples=4 * settings
 
 def test_a_pending_lookup_delays_no_later_request() -> None:
     cache = UnrulyCache(trouble=0)
-    engine = Engine(FakeModel(), cache, pages=40, max_sequences=2)
+    engine = Engine(FakeModel(), cache, EngineConfig(pages=40, max_sequences=2))
     asked = engine.add([1, 2, 3])
     assert asked.request is not None
     asked.request.pending = 3  # type: ignore[attr-defined]
@@ -133,7 +133,7 @@ def test_a_pending_lookup_delays_no_later_request() -> None:
 
 def test_a_prompt_that_finds_no_room_is_not_overtaken() -> None:
     clock = Turning()
-    engine = Engine(FakeModel(), NaiveCache(), pages=10, clock=clock)
+    engine = Engine(FakeModel(), NaiveCache(), EngineConfig(pages=10), clock=clock)
     first = engine.add([1] * 20, SamplingParams(max_tokens=4, ignore_eos=True))
     large = engine.add([2] * 30, SamplingParams(max_tokens=1))
     small = engine.add([3], SamplingParams(max_tokens=1))
@@ -154,8 +154,8 @@ def test_a_prompt_that_finds_no_room_is_not_overtaken() -> None:
 def test_pages_that_a_prompt_will_need_are_not_given_to_a_load() -> None:
     cache = NaiveCache()
     known = [2] * 32
-    Engine(FakeModel(), cache, pages=20).generate([known], SamplingParams(max_tokens=1))
-    engine = Engine(FakeModel(), cache, pages=12, max_batch_tokens=4)
+    Engine(FakeModel(), cache, EngineConfig(pages=20)).generate([known], SamplingParams(max_tokens=1))
+    engine = Engine(FakeModel(), cache, EngineConfig(pages=12, max_batch_tokens=4))
     first, second = engine.add([1] * 32, SamplingParams(max_tokens=1)), engine.add(known, SamplingParams(max_tokens=1))
     while engine.unfinished:
         engine.step()
@@ -164,7 +164,7 @@ def test_pages_that_a_prompt_will_need_are_not_given_to_a_load() -> None:
 
 
 def test_what_a_preempted_request_finds_of_its_own_is_not_called_reused() -> None:
-    engine = Engine(FakeModel(), NaiveCache(), pages=9)
+    engine = Engine(FakeModel(), NaiveCache(), EngineConfig(pages=9))
     first, second = (engine.add([i] * 8, SamplingParams(max_tokens=16, ignore_eos=True)) for i in range(2))
     while engine.unfinished:
         engine.step()
@@ -174,7 +174,7 @@ def test_what_a_preempted_request_finds_of_its_own_is_not_called_reused() -> Non
 
 def test_a_prompt_that_arrived_earlier_does_not_hold_up_the_next_token_of_others() -> None:
     cache = UnrulyCache(trouble=0)
-    engine = Engine(FakeModel(), cache, pages=40, max_batch_tokens=6)
+    engine = Engine(FakeModel(), cache, EngineConfig(pages=40, max_batch_tokens=6))
     long = engine.add([1] * 30, SamplingParams(max_tokens=1))
     assert long.request is not None
     long.request.pending = 2  # type: ignore[attr-defined]

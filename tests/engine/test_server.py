@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from starlette.testclient import TestClient
 
-from kvcache.engine.engine import Engine
+from kvcache.engine.engine import Engine, EngineConfig
 from kvcache.engine.loop import EngineLoop
 from kvcache.engine.model import load_model
 from kvcache.engine.sampling import SamplingParams
@@ -31,7 +31,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def engine(directory: Path) -> Engine:
     model = load_model(str(directory))
-    return Engine(model, NaiveCache(), pages=64, decode=Tokenizer(str(directory)).decode)
+    return Engine(model, NaiveCache(), EngineConfig(pages=64), decode=Tokenizer(str(directory)).decode)
 
 
 @pytest.fixture
@@ -51,7 +51,7 @@ def ask(client: TestClient, **body: Any) -> Any:
 
 def expected(directory: Path, prompt: str, max_tokens: int) -> str:
     tokenizer = Tokenizer(str(directory))
-    [result] = Engine(load_model(str(directory)), None, pages=64).generate(
+    [result] = Engine(load_model(str(directory)), None, EngineConfig(pages=64)).generate(
         [tokenizer.encode(prompt)], SamplingParams(max_tokens=max_tokens, ignore_eos=True)
     )
     return tokenizer.decode(result.token_ids)

@@ -151,7 +151,7 @@ class CacheMachine(RuleBasedStateMachine):
         assert self.cache.flush(30)
         assert self.cache.check() == []
         assert self.cache.index.held() == 0
-        assert set(self.cache.tier_manager.holds.held_bytes().values()) == {0}
+        assert set(self.cache._context.holds.held_bytes().values()) == {0}
         slabs = list(self.cache.host.arena.slabs())
         assert all(slot.references == 1 for slab in slabs for slot in slab.slots.values())
 

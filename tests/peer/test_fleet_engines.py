@@ -21,7 +21,7 @@ import pytest
 import torch
 
 import kvcache
-from kvcache.engine.engine import Engine
+from kvcache.engine.engine import Engine, EngineConfig
 from kvcache.engine.model import Model, load_model
 from kvcache.engine.sampling import SamplingParams
 from tests.engine import tiny
@@ -52,7 +52,7 @@ def model() -> Model:
 
 
 def without(prompts: list[list[int]]) -> list[list[int]]:
-    engine = Engine(model(), None, pages=256)
+    engine = Engine(model(), None, EngineConfig(pages=256))
     return [result.token_ids for result in engine.generate(prompts, ANSWER)]
 
 
@@ -73,7 +73,7 @@ class Node:
     def serve(self, prompts: list[list[int]]) -> None:
         """A fresh engine, whose own pages have nothing: what is reused comes from the cache, and it from the fleet."""
         before = self.cache.counters.get("promoted_blocks", tier="redis")
-        engine = Engine(model(), self.cache, pages=256, max_batch_tokens=96)
+        engine = Engine(model(), self.cache, EngineConfig(pages=256, max_batch_tokens=96))
         try:
             for prompt, result in zip(prompts, engine.generate(prompts, ANSWER), strict=True):
                 self.served.append((prompt, result.token_ids))

@@ -220,7 +220,7 @@ class HttpApi:
 
     def record_sample(self) -> None:
         """Add a sample to the history."""
-        self.history.add(self._cache.stats(), self._cache.tier_manager.os_env.clock.wall())
+        self.history.add(self._cache.stats(), self._cache.os_env.clock.wall())
 
     # Open paths.
 
@@ -243,11 +243,11 @@ class HttpApi:
         return answer
 
     def _answer(self, name: str, told: Any) -> Response:
-        return JSONResponse({"time": self._cache.tier_manager.os_env.clock.wall(), name: told})
+        return JSONResponse({"time": self._cache.os_env.clock.wall(), name: told})
 
     def _info(self, request: Request) -> Response:
         tenant = self._entry.tenant(request)
-        since = self._cache.tier_manager.usage_log.since
+        since = self._cache.usage_log.since
         return self._answer("info", {"version": self._version, "since": since, "tenant": tenant})
 
     def _history(self, request: Request) -> Response:

@@ -65,23 +65,20 @@ def pin(cache: Cache, arguments: dict[Any, Any]) -> dict[str, Any]:
         bound = next((bound for bound in cache.bounds if bound.id == entry.namespace), None)
         if bound is None:
             raise ConfigError("no engine has bound this prompt's namespace here")
-        packed, tier_manager = entry.packed[: blocks * SIGNATURE_BYTES], cache.tier_manager
-        tier_manager.pins.check(float(seconds))
-        end = tier_manager.os_env.clock.now() + PREFETCH_TIMEOUT_S
-        most = tier_manager.pins.pinnable_blocks(bound, blocks)
-        near = Prefetcher(
-            tier_manager, bound, packed, None, lambda: tier_manager.os_env.clock.now() >= end, most_blocks=most
-        )
-        near.prefetch("pin")
-        made = tier_manager.pins.pin(bound, packed, float(seconds))
-        return {"made": made.told(), "pins": [item.told() for item in cache.tier_manager.pins.all()]}
-    return {"made": None, "pins": [item.told() for item in cache.tier_manager.pins.all()]}
+        packed, pins, clock = entry.packed[: blocks * SIGNATURE_BYTES], cache.pins, cache.os_env.clock
+        pins.check(float(seconds))
+        end = clock.now() + PREFETCH_TIMEOUT_S
+        most = pins.pinnable_blocks(bound, blocks)
+        Prefetcher(bound, packed, None, lambda: clock.now() >= end, most_blocks=most).prefetch("pin")
+        made = pins.pin(bound, packed, float(seconds))
+        return {"made": made.told(), "pins": [item.told() for item in cache.pins.all()]}
+    return {"made": None, "pins": [item.told() for item in cache.pins.all()]}
 
 
 def unpin(cache: Cache, arguments: dict[Any, Any]) -> dict[str, Any]:
     """Remove one pin, or every pin. `pin` in `arguments` is its number, or "all"."""
     which = arguments.get("pin")
-    pins = cache.tier_manager.pins
+    pins = cache.pins
     if which == "all":
         ended = [item.id for item in pins.all() if pins.unpin(item.id)]
     elif isinstance(which, int) and not isinstance(which, bool):
@@ -102,9 +99,9 @@ def prune(cache: Cache, arguments: dict[Any, Any]) -> dict[str, Any]:
     unused_s, dry_run = arguments.get("unused_s"), bool(arguments.get("dry_run"))
     if not isinstance(unused_s, (int, float)) or isinstance(unused_s, bool) or not unused_s > 0:
         raise ConfigError(f"unused_s = {unused_s!r:.40}: expected for how long it was unused, in seconds")
-    tiers = [tier for tier in (cache.tier_manager.host, *cache.lower_tiers) if not tier.shared]
+    tiers = [tier for tier in (cache.host, *cache.lower_tiers) if not tier.shared]
     names = {tier.name for tier in tiers}
-    uses, now = cache.tier_manager.usage_log, cache.tier_manager.os_env.clock.wall()
+    uses, now = cache.usage_log, cache.os_env.clock.wall()
     held = cache.namespace_usage.take(anew=True)
     known = {namespace.id: namespace for namespace in cache.namespaces}
     pruned = []
@@ -319,7 +316,7 @@ class ControlServer:
             "models": sorted({namespace.model for namespace in cache.namespaces}),
             "nvme_path": ", ".join(map(str, nvme.directories)) if nvme.enabled else None,
             "tiers": cache.stats()["tiers"],
-            "bypass": cache.tier_manager.bypass.mode,
+            "bypass": cache.bypass.mode,
         }
 
     def _check(self, cache: Cache, arguments: dict[Any, Any]) -> dict[str, Any]:
@@ -364,7 +361,7 @@ def _events(cache: Cache, arguments: dict[Any, Any]) -> dict[str, Any]:
 
 def _bypass(cache: Cache, arguments: dict[Any, Any]) -> dict[str, Any]:
     """Report or set the bypass mode. It takes no lock, so that it works while the rest of the cache hangs."""
-    bypass, mode = cache.tier_manager.bypass, arguments.get("mode")
+    bypass, mode = cache.bypass, arguments.get("mode")
     was = bypass.mode
     if mode is not None:
         bypass.set(mode)

@@ -62,7 +62,7 @@ def lookup_prompt(cache: Cache, packed_ids: Any, prefix: str, tenant: str | None
         chain.extend(ids)
         packed = bind_signatures(bound.id, chain.packed) if cache.binds_signatures else chain.packed
         lookup.match(packed)
-        clock, time = cache.index.clock, cache.tier_manager.os_env.clock.wall()
+        clock, time = cache.index.clock, cache.os_env.clock.wall()
         entry = hypothetical_request(
             packed, ids, namespace=bound.id, places=bound.names, block_tokens=tokens, clock=clock, time=time
         )
@@ -92,7 +92,7 @@ class Report:
         """
         if self._tenant is None:
             return self._cache.stats()
-        held, uses = self._own(self._cache.counted()), self._own(self._cache.tier_manager.usage_log.namespaces())
+        held, uses = self._own(self._cache.counted()), self._own(self._cache.usage_log.namespaces())
         tiers: dict[str, dict[str, int]] = {}
         for of_tier in held.values():
             for tier, holding in of_tier.items():
@@ -106,10 +106,10 @@ class Report:
 
         `last` is None where no use is known since this cache started, at `since`.
         """
-        held, uses = self._cache.namespace_usage.take(), self._cache.tier_manager.usage_log.namespaces()
+        held, uses = self._cache.namespace_usage.take(), self._cache.usage_log.namespaces()
         known = {namespace.id: namespace for namespace in self._cache.namespaces}
         rows = [
-            _namespace(space, known.get(space), held, uses.get(space), self._cache.tier_manager.usage_log.since)
+            _namespace(space, known.get(space), held, uses.get(space), self._cache.usage_log.since)
             for space in self._own(dict.fromkeys((*known, *held, *uses)))
         ]
         return sorted(rows, key=lambda row: (-(row["last"] or 0.0), row["id"]))[:MAX_ROWS]
@@ -144,7 +144,7 @@ class Report:
 
     def agents(self) -> list[dict[str, Any]]:
         """Return the agents that requests named, those with most requested tokens first."""
-        uses = self._cache.tier_manager.usage_log.agents()
+        uses = self._cache.usage_log.agents()
         rows = [
             {"agent": agent, "tenant": tenant, **asdict(use)}
             for (tenant, agent), use in uses.items()

@@ -125,7 +125,7 @@ class Daemon:
         self.cache, self.claim, self._version, self._linger_s = cache, claim, version, linger_s
         self._settings = cache.settings.daemon
         self._limits = TenantQuotas(cache)
-        self.admission = admission or Admission(self._settings.tenants_file, cache.tier_manager.os_env.clock)
+        self.admission = admission or Admission(self._settings.tenants_file, cache.os_env.clock)
         cache.binds_signatures = self.admission.isolates_tenants
         cache.control_handlers["rates"] = lambda _: {"rates": self.admission.rates}
         self.boot_id = secrets.token_bytes(8)
@@ -138,7 +138,7 @@ class Daemon:
         self._peers: set[Connection] = set()
         self._sessions: dict[bytes, ClientSession] = {}
         self._of_peer: dict[Connection, ClientSession] = {}
-        self._pending_stores = PendingStores(self._loop, self._of_peer, cache.tier_manager.os_env.clock)
+        self._pending_stores = PendingStores(self._loop, self._of_peer, cache.os_env.clock)
         self._pidfd_watcher = PidfdWatcher(self._loop, self._process_ended)
         self._transfer_connections: dict[TransferConnection, threading.Thread] = {}
         self._serving = self._ending = False

@@ -352,7 +352,7 @@ def _rate_limited(op: str, message: Mapping[str, Any], request: CacheRequest, ca
     first, end = message["first"], message["end"]
     check_blocks(first, end, len(request.signatures))
     if op == "load":
-        cache.tier_manager.counters.add("load_failures", end - first, outcome=QUOTA_REASON)
+        cache.counters.add("load_failures", end - first, outcome=QUOTA_REASON)
     else:
         cache.tier_manager.drop(end - first, QUOTA_REASON, request.chain.namespace_id, tier=cache.host.name)
     outcome = Outcome.NOT_FOUND if op == "load" else Outcome.DROPPED

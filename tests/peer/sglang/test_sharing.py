@@ -26,10 +26,10 @@ def settings(url: str) -> dict[str, Any]:
 
 
 def engine(path: str, cache: kvcache.KVCache | None) -> Any:
-    from kvcache.engine.engine import Engine
+    from kvcache.engine.engine import Engine, EngineConfig
     from kvcache.engine.model import load_model
 
-    return Engine(load_model(path), cache, pages=64, share_across_engines=True)
+    return Engine(load_model(path), cache, EngineConfig(pages=64, share_across_engines=True))
 
 
 def answer(engine: Any) -> Any:

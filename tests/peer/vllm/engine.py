@@ -149,7 +149,7 @@ def records(llm):
 
 def paces(llm):
     """What the plan expects of a step of 1,000 tokens, by what it was told."""
-    (pace,) = connector(llm)._share.cache.tier_manager.plan._engines.values()
+    (pace,) = connector(llm)._share.cache.plan._engines.values()
     return {"seconds": pace.seconds(1000) if pace.known else 0.0}
 
 
