@@ -33,6 +33,7 @@ from form import Row, options, publish
 from kvcache.block.layout import Shard
 from kvcache.block.record import Address, header_area, record_bytes, seal, verify
 from kvcache.os_env import LocalDisk
+from kvcache.settings.tiers import NvmeSettings
 from kvcache.tier.host.arena import Region
 from kvcache.tier.nvme import NvmeTier
 from kvcache.tier.tier import Outcome
@@ -105,11 +106,13 @@ def sealed(addresses: Sequence[Address], payload_bytes: int) -> list[Segments]:
 def opened(directory: Path, size_bytes: int) -> Iterator[NvmeTier]:
     tier = NvmeTier(
         str(directory),
-        capacity_bytes=size_bytes + size_bytes // 4 + 256 * MiB,
-        segment_bytes=size_bytes,
-        threads=THREADS,
-        queue_bytes=1 << 40,
-        min_free_bytes=0,
+        NvmeSettings(
+            capacity_bytes=size_bytes + size_bytes // 4 + 256 * MiB,
+            segment_bytes=size_bytes,
+            threads=THREADS,
+            queue_bytes=1 << 40,
+            min_free_bytes=0,
+        ),
     )
     try:
         yield tier

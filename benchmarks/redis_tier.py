@@ -29,6 +29,7 @@ import redis
 from form import Row, options, publish
 
 from kvcache.block.record import Address
+from kvcache.settings.tiers import RedisSettings
 from kvcache.tier.redis import RedisTier
 from kvcache.tier.redis.keys import KeyNames
 from kvcache.tier.tier import Outcome
@@ -102,7 +103,7 @@ def transfers(server: Server, size_name: str, way: str, rounds: int) -> list[Row
     out = [record(address, size) for address in blocks]
     into = [buffer(size) for _ in blocks]
     names = [b"%d" % i for i in range(count)]
-    tier = RedisTier(getattr(server, way))
+    tier = RedisTier(RedisSettings(url=getattr(server, way)))
     raw = Raw(server, way)
     url = getattr(server, way)
     peer: Any = redis.from_url(url)
@@ -154,7 +155,7 @@ def store(tier: RedisTier, blocks: list[Address]) -> None:
 
 def questions(server: Server, rounds: int, most: int) -> list[Row]:
     blocks = chain(most)
-    tier = RedisTier(server.tcp)
+    tier = RedisTier(RedisSettings(url=server.tcp))
     store(tier, blocks)
     names = KeyNames("kvcache")
     peer: Any = redis.from_url(server.tcp)

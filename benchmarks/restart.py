@@ -31,6 +31,7 @@ from kvcache.evict.policy import LRU
 from kvcache.index.block_run import BlockRun, place_of
 from kvcache.index.index import Index
 from kvcache.os_env import LocalDisk
+from kvcache.settings.tiers import NvmeSettings
 from kvcache.tier.nvme import NvmeTier
 from kvcache.tier.nvme.allocator import Allocator
 from kvcache.tier.nvme.directory import Directory
@@ -84,7 +85,9 @@ def left_behind(directory: Path, count: int, *, killed: bool) -> Iterator[Path]:
 
 
 def opened(path: Path) -> NvmeTier:
-    return NvmeTier(str(path), capacity_bytes=CAPACITY_BYTES, segment_bytes=SEGMENT_BYTES, min_free_bytes=0)
+    return NvmeTier(
+        str(path), NvmeSettings(capacity_bytes=CAPACITY_BYTES, segment_bytes=SEGMENT_BYTES, min_free_bytes=0)
+    )
 
 
 def taken_in(path: Path, count: int) -> NvmeTier:

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, NamedTuple
 
-from kvcache.settings.service import Log
+from kvcache.settings.service import LogSettings
 
 _TEXT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 _TEXT_WITH_REQUEST = "%(asctime)s %(levelname)s %(name)s request=%(request_id)s: %(message)s"
@@ -54,7 +54,7 @@ class _LogHandler(logging.StreamHandler):  # type: ignore[type-arg]  # generic o
     """The package's handler; its type lets `configure_logging` find and replace it."""
 
 
-def configure_logging(log: Log) -> None:
+def configure_logging(log: LogSettings) -> None:
     """Write this process's log lines to standard error as the settings say. A second call replaces the first."""
     logger = logging.getLogger("kvcache")
     for handler in [handler for handler in logger.handlers if isinstance(handler, _LogHandler)]:

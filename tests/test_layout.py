@@ -45,19 +45,10 @@ ALLOWED: Mapping[str, frozenset[str]] = {
     "order": frozenset(),
     "cycle": frozenset(),
     "module lines": frozenset(),
-    "function lines": frozenset(
-        {
-            "kvcache/observe/dashboards.py alerts",
-            "kvcache/tier/object/tier.py ObjectTier.__init__",
-        }
-    ),
+    "function lines": frozenset(),
     "parameters": frozenset(
         {
-            "kvcache/fleet/warm.py WarmUp.__init__",
             "kvcache/index/reference/index.py play",
-            "kvcache/tier/nvme/tier.py NvmeTier.__init__",
-            "kvcache/tier/object/tier.py ObjectTier.__init__",
-            "kvcache/tier/redis/tier.py RedisTier.__init__",
         }
     ),
     "folder files": frozenset(),

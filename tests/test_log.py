@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 
 from kvcache.log import RequestContext, configure_logging, logger, request_context
-from kvcache.settings.service import Log
+from kvcache.settings.service import LogSettings
 
 
 @pytest.fixture(autouse=True)
@@ -17,20 +17,20 @@ def as_before() -> Iterator[None]:
     logger = logging.getLogger("kvcache")
     level = logger.level
     yield
-    configure_logging(Log())
+    configure_logging(LogSettings())
     logger.setLevel(level)
     assert logger.handlers == []
 
 
 def test_nothing_is_touched_unless_asked() -> None:
-    configure_logging(Log())
+    configure_logging(LogSettings())
     assert logging.getLogger("kvcache").handlers == []
     assert logging.getLogger("kvcache").level == logging.NOTSET
 
 
 def test_json_lines(capsys: pytest.CaptureFixture[str]) -> None:
-    configure_logging(Log(format="json", level="info"))
-    configure_logging(Log(format="json", level="info"))
+    configure_logging(LogSettings(format="json", level="info"))
+    configure_logging(LogSettings(format="json", level="info"))
     logging.getLogger("kvcache.tier").info("%d blocks\nand a line", 3)
     logging.getLogger("kvcache.tier").debug("not said")
     try:
@@ -43,7 +43,7 @@ def test_json_lines(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_text(capsys: pytest.CaptureFixture[str]) -> None:
-    configure_logging(Log(format="text"))
+    configure_logging(LogSettings(format="text"))
     logging.getLogger("kvcache").warning("here")
     assert capsys.readouterr().err.endswith("WARNING kvcache: here\n")
 
@@ -51,7 +51,7 @@ def test_text(capsys: pytest.CaptureFixture[str]) -> None:
 def test_the_request_stands_on_each_line_of_its_own(capsys: pytest.CaptureFixture[str]) -> None:
     log = logger("kvcache.store")
     for form in ("text", "json"):
-        configure_logging(Log(format=form))
+        configure_logging(LogSettings(format=form))
         with request_context(RequestContext("r-7")):
             log.warning("late")
         log.warning("on its own")

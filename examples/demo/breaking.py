@@ -26,6 +26,7 @@ from rich.text import Text
 import kvcache
 from examples.demo.run import environment, shared_text
 from examples.demo.stage import DemoEnvironment
+from kvcache.settings.tiers import NvmeSettings
 from kvcache.tier.nvme import NvmeTier
 
 # A drive so small that it is soon full: a file system in a file, mounted for as long as it is needed.
@@ -142,7 +143,7 @@ class FaultInjector:
 
     def _audit(self, trial: FaultTrial, path: Path) -> FaultTrial:
         """What a scrub leaves of the store is sound."""
-        tier = NvmeTier(str(path), capacity_bytes=1 << 60)
+        tier = NvmeTier(str(path), NvmeSettings(capacity_bytes=1 << 60))
         try:
             damaged = tier.scrub().damaged
             if damaged:
@@ -213,7 +214,7 @@ class FaultInjector:
 
     def _where(self, block: int) -> tuple[Path, int, int]:
         """The file of a block of the prompt, the record's offset in it, and its bytes."""
-        tier = NvmeTier(str(self._path), capacity_bytes=1 << 60)
+        tier = NvmeTier(str(self._path), NvmeSettings(capacity_bytes=1 << 60))
         try:
             chain = [address for address in tier.scan() if address.namespace == self._namespace()]
             found = tier.catalog.find(chain[min(block, len(chain) - 1)])

@@ -128,34 +128,21 @@ def open_lower_tiers(settings: Settings, os_env: OsEnv, served_address: str) -> 
                     "mount a volume there, or give another path",
                     str(path),
                 )
-        tiers.append(
-            open_drives(
-                [str(path) for path in nvme.directories],
-                capacity_bytes=nvme.capacity_bytes,
-                segment_bytes=nvme.segment_bytes,
-                durability=nvme.durability,
-                threads=nvme.threads,
-                queue_bytes=nvme.queue_bytes,
-                min_free_bytes=nvme.min_free_bytes,
-                served_address=served_address,
-                os_env=os_env,
-            )
-        )
+        tiers.append(open_drives(nvme, served_address=served_address, os_env=os_env))
     return tiers + open_shared_tiers(settings, os_env)
 
 
 def open_shared_tiers(settings: Settings, os_env: OsEnv) -> list[Tier]:
     """The shared tiers of the settings. Opening them connects to no server."""
     tiers: list[Tier] = []
-    redis = settings.redis
-    if redis.enabled:
+    if settings.redis.enabled:
         from kvcache.tier.redis import RedisTier
 
-        tiers.append(RedisTier(**redis.model_dump(exclude={"enabled", "write"}), os_env=os_env))
+        tiers.append(RedisTier(settings.redis, os_env))
     if settings.object.enabled:
         from kvcache.tier.object import ObjectTier
 
-        tiers.append(ObjectTier(**settings.object.model_dump(exclude={"enabled", "write"}), os_env=os_env))
+        tiers.append(ObjectTier(settings.object, os_env))
     return tiers
 
 

@@ -200,20 +200,17 @@ def _opened(path: Path | None, *, to_fill: bool = False) -> Iterator[NvmeTier]:
     size.
     """
     from kvcache.settings.sources import load
+    from kvcache.settings.tiers import NvmeSettings
     from kvcache.tier.nvme import NvmeTier
 
     if to_fill:
         nvme = (load() if path is None else load(nvme__path=str(path), nvme__paths=())).nvme
         if len(nvme.directories) != 1:
             raise ConfigError(f"nvme.paths names {len(nvme.directories)} directories: pick one with --path")
-        tier = NvmeTier(
-            str(nvme.directories[0]),
-            capacity_bytes=nvme.capacity_bytes,
-            segment_bytes=nvme.segment_bytes,
-            min_free_bytes=nvme.min_free_bytes,
-        )
+        tier = NvmeTier(str(nvme.directories[0]), nvme)
     else:
-        tier = NvmeTier(str(_directory(path)), capacity_bytes=1 << 60)
+        directory = _directory(path)
+        tier = NvmeTier(str(directory), NvmeSettings(path=directory, capacity_bytes=1 << 60))
     try:
         yield tier
     finally:

@@ -89,7 +89,7 @@ def _opened(config: str | None) -> Iterator[ObjectTier]:
     settings = load(config, nvme={"enabled": False})
     if not settings.object.url:
         raise ConfigError("object.url: no store is named; give a settings file with --config, or KVCACHE_OBJECT__URL")
-    tier = ObjectTier(**settings.object.model_dump(exclude={"enabled", "write"}))
+    tier = ObjectTier(settings.object)
     try:
         yield tier
     except TimeoutError:

@@ -91,7 +91,7 @@ def prefill_prompts(
     """Compute prompts by an engine; return one row for each prompt."""
     from kvcache.fleet.coordination import Coordination
     from kvcache.fleet.node import SETTLE_TIMEOUT_S
-    from kvcache.fleet.warm import EngineClient, WarmUp, read_prompts
+    from kvcache.fleet.warm import EngineClient, NodeCallbacks, WarmLimits, WarmUp, read_prompts
     from kvcache.os_env import OsEnv
     from kvcache.settings.sources import load
 
@@ -115,13 +115,13 @@ def prefill_prompts(
         prompts,
         coordination,
         os_env.clock,
-        begin=lambda: begin(cache),
-        settle=lambda: wait_settled(cache, SETTLE_TIMEOUT_S),
-        held=_used_host_bytes,
-        max_bytes=max_bytes,
-        patience_s=patience_s,
-        lease_s=loaded.warm.lease_s,
-        on_result=on_result,
+        NodeCallbacks(
+            begin=lambda: begin(cache),
+            settle=lambda: wait_settled(cache, SETTLE_TIMEOUT_S),
+            used_bytes=_used_host_bytes,
+        ),
+        WarmLimits(max_bytes=max_bytes, patience_s=patience_s, lease_s=loaded.warm.lease_s),
+        on_result,
     )
     try:
         warm_up_run.run()

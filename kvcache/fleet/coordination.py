@@ -16,7 +16,7 @@ from functools import partial
 from typing import Any
 
 from kvcache.os_env import OsEnv
-from kvcache.settings.tiers import Redis
+from kvcache.settings.tiers import RedisSettings
 from kvcache.tier.breaker import Counters
 from kvcache.tier.redis.cluster import ConnectionConfig
 from kvcache.tier.redis.connect import RefusedError
@@ -34,20 +34,9 @@ class Coordination:
     It has its own connections, so that no command waits behind a block.
     """
 
-    def __init__(self, settings: Redis, os_env: OsEnv | None = None) -> None:
-        entrance = ConnectionConfig(
-            settings.url,
-            username=settings.username,
-            password_file=settings.password_file,
-            sentinel_password_file=settings.sentinel_password_file,
-            tls_ca_file=settings.tls_ca_file,
-            tls_cert_file=settings.tls_cert_file,
-            tls_key_file=settings.tls_key_file,
-        )
+    def __init__(self, settings: RedisSettings, os_env: OsEnv | None = None) -> None:
         self.prefix = settings.prefix
-        self._nodes = entrance.nodes(
-            settings.mode, settings.master, (os_env or OsEnv()).clock, Counters(), timeout_s=settings.timeout_s
-        )
+        self._nodes = ConnectionConfig(settings).nodes((os_env or OsEnv()).clock, Counters())
 
     def command(self, key: bytes, *words: bytes) -> Any:
         """Return the reply to a command about `key`; OSError where no server answers, or the server refuses."""

@@ -13,7 +13,7 @@ from kvcache.cache.request import CacheNamespace
 from kvcache.errors import ConfigError
 from kvcache.fleet.coordination import Coordination
 from kvcache.fleet.popularity import MAX_CHAINS, Popularity, PopularityReporter
-from kvcache.fleet.warm import EngineClient, Prompt, WarmUp
+from kvcache.fleet.warm import EngineClient, NodeCallbacks, Prompt, WarmLimits, WarmUp
 from kvcache.log import logger
 
 # Prefetch of the fleet's most used chains into this node's host memory, in the background.
@@ -119,12 +119,12 @@ def warm_up(cache: Cache, url: str, prompts: Sequence[Prompt]) -> WarmUp:
         prompts,
         coordination,
         clock,
-        begin=begin,
-        settle=settle,
-        held=lambda: cache.host.usage().used_bytes,
-        max_bytes=min(settings.max_bytes, cache.settings.host.capacity_bytes // 2),
-        patience_s=settings.deadline_s,
-        lease_s=settings.lease_s,
+        NodeCallbacks(begin=begin, settle=settle, used_bytes=lambda: cache.host.usage().used_bytes),
+        WarmLimits(
+            max_bytes=min(settings.max_bytes, cache.settings.host.capacity_bytes // 2),
+            patience_s=settings.deadline_s,
+            lease_s=settings.lease_s,
+        ),
     )
     if settings.before_ready:
         end = clock.now() + settings.deadline_s

@@ -205,15 +205,30 @@ class PromptResult:
     why: str = ""
 
 
-class WarmUp:
-    """Warms a list of prompts.
+@dataclass(frozen=True, kw_only=True)
+class NodeCallbacks:
+    """What a warm-up asks of this node's cache."""
 
-    Args:
-        begin: Called before this node's engine computes a prompt.
-        settle: Waits until other nodes can read what the engine stored or used since `begin`; returns whether they can.
-        held: Returns the bytes that this node holds; warming may add `max_bytes`.
-        patience_s: Time for all prompts.
-    """
+    begin: Callable[[], object] = lambda: None
+    """Called before this node's engine computes a prompt."""
+    settle: Callable[[], bool] = lambda: True
+    """Waits until other nodes can read what the engine stored or used since `begin`; returns whether they can."""
+    used_bytes: Callable[[], int] = lambda: 0
+    """Returns the bytes that this node holds."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class WarmLimits:
+    max_bytes: int | None = None
+    """Bytes that warming may add to this node; None for no limit."""
+    patience_s: float = 3600.0
+    """Time for all prompts."""
+    lease_s: float = LEASE_S
+    """Time in which one node computes a prompt before another may."""
+
+
+class WarmUp:
+    """Warms a list of prompts. `on_result` is called with each result."""
 
     def __init__(
         self,
@@ -221,18 +236,12 @@ class WarmUp:
         prompts: Sequence[Prompt],
         coordination: Coordination | None,
         clock: Clock,
-        *,
-        begin: Callable[[], object] = lambda: None,
-        settle: Callable[[], bool] = lambda: True,
-        held: Callable[[], int] = lambda: 0,
-        max_bytes: int | None = None,
-        patience_s: float = 3600.0,
-        lease_s: float = LEASE_S,
-        on_result: Callable[[PromptResult], object] = lambda step: None,
+        node: NodeCallbacks,
+        limits: WarmLimits,
+        on_result: Callable[[PromptResult], object] = lambda result: None,
     ) -> None:
         self._engine, self._prompts, self._coordination, self._clock = engine, prompts, coordination, clock
-        self._begin, self._settle, self._held, self._most_bytes = begin, settle, held, max_bytes
-        self._patience_s, self._lease_s, self._on_result = patience_s, lease_s, on_result
+        self._node, self._limits, self._on_result = node, limits, on_result
         self._done = threading.Event()
         self._stop = threading.Event()
         self.steps: list[PromptResult] = []
@@ -270,12 +279,12 @@ class WarmUp:
             self._done.set()
 
     def _run(self) -> None:
-        end, before = self._clock.now() + self._patience_s, self._held()
+        end, before = self._clock.now() + self._limits.patience_s, self._node.used_bytes()
         waiting = deque(enumerate(self._prompts))
         others = 0  # consecutive prompts that other nodes compute
         while waiting and not self._stop.is_set():
             number, prompt = waiting.popleft()
-            over = self._most_bytes is not None and self._held() - before >= self._most_bytes
+            over = self._limits.max_bytes is not None and self._node.used_bytes() - before >= self._limits.max_bytes
             if over or self._clock.now() >= end:
                 self._record_result(
                     PromptResult(number, "left", why="the limit on bytes is reached" if over else "no time is left")
@@ -304,7 +313,7 @@ class WarmUp:
         try:
             if self._coordination is None:
                 return PromptResult(number, "alone", self._engine.prefill(prompt))
-            lease = PromptLease(self._coordination, prompt.digest(self._engine.model), lease_s=self._lease_s)
+            lease = PromptLease(self._coordination, prompt.digest(self._engine.model), lease_s=self._limits.lease_s)
             try:
                 turn = lease.acquire()
             except OSError as error:
@@ -319,9 +328,9 @@ class WarmUp:
 
     def _with_lease(self, number: int, prompt: Prompt, lease: PromptLease) -> PromptResult:
         with lease.keep_renewed():
-            self._begin()
+            self._node.begin()
             usage = self._engine.prefill(prompt)
-            settled = self._settle()
+            settled = self._node.settle()
         with suppress(OSError):  # the lease then expires, and another node's engine computes the prompt
             lease.mark_stored() if settled else lease.release()
         return PromptResult(

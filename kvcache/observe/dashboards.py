@@ -224,90 +224,90 @@ def _selector(metric: str, *pairs: tuple[str, str]) -> str:
     return prometheus_name(metric) + (f"{{{inner}}}" if inner else "")
 
 
-def alerts() -> Sequence[Alert]:
-    hits, asked = (f"sum by (instance) (rate({_selector(name)}[%s]))" for name in ("hit_tokens", "asked_tokens"))
-    lately, before = (f"({hits % over} / {asked % over})" for over in ("30m", "1d"))
-    return (
-        Alert(
-            "KVCacheDiffers",
-            f"increase({_selector('canary_blocks', ('result', 'different'))}[1h]) > 0",
-            "0m",
-            "critical",
-            "An engine computed a loaded block again, and it is not the same.",
-            "Bypass the cache (`kvcache bypass on`); its log names the block.",
-        ),
-        Alert(
-            "KVCacheRecordsDamaged",
-            f"sum by (instance, tier) (increase({_selector('refused_records', ('check', 'damaged'))}[1h])) > 0",
-            "0m",
-            "warning",
-            "Records in {{ $labels.tier }} failed their check. They were misses, and were removed.",
-            "Look at the drive or the server: `kvcache doctor`, `kvcache check`.",
-        ),
-        Alert(
-            "KVCacheTierInTrouble",
-            f"{_selector('tier_in_trouble')} > 0",
-            "5m",
-            "warning",
-            "A part of {{ $labels.tier }} takes no new records.",
-            "`kvcache stats -o json` names it under `troubles`.",
-        ),
-        Alert(
-            "KVCacheBypassed",
-            f"max by (instance, path) ({_selector('bypass')}) > 0",
-            "30m",
-            "warning",
-            "An operator has taken the cache out of {{ $labels.path }}.",
-            "`kvcache bypass off` puts it back.",
-        ),
-        Alert(
-            "KVCacheLoadsFail",
-            f"sum by (instance) (rate({_selector('load_failures')}[15m])) "
-            f"> 0.01 * sum by (instance) (rate({_selector('loaded_blocks')}[15m]))",
-            "15m",
-            "warning",
-            "More than one of a hundred blocks that were promised did not come; engines computed them.",
-            "`kvcache explain` tells of the last; the metric's outcome says what happened.",
-        ),
-        Alert(
-            "KVCacheWritesFail",
-            f"sum by (instance, tier) (rate({_selector('write_failures')}[15m])) > 0",
-            "15m",
-            "warning",
-            "Blocks are not written to {{ $labels.tier }}.",
-            "The metric's outcome says why; `kvcache doctor` looks at the tier.",
-        ),
-        Alert(
-            "KVCacheQueueFull",
-            f"sum by (instance, reason) (rate({_selector('drops', ('reason', '~.* queue'))}[15m])) > 0",
-            "30m",
-            "warning",
-            "More is stored than the tier below can take ({{ $labels.reason }}).",
-            "A faster tier, or one that is written on second use only.",
-        ),
-        Alert(
-            "KVCacheHitsFell",
-            f"{lately} < 0.25 * {before} and {asked % '30m'} > 0",
-            "30m",
-            "warning",
-            "Less than a quarter of the last day's hit rate is found.",
-            "`kvcache stats` tells the reasons of misses, `kvcache explain` those of one prompt.",
-        ),
-        Alert(
-            "KVCachePlansWrong",
-            f"sum by (instance) (rate({_selector('plan_regret_seconds')}[1h])) "
-            f"> 0.2 * sum by (instance) (rate({_selector('planned_seconds')}[1h]))",
-            "1h",
-            "info",
-            "A fifth of the time of loads and prefills would have been saved by other choices.",
-            "Rates change more than can be followed: is the tier shared with other work?",
-        ),
-    )
+_HITS, _REQUESTED = (f"sum by (instance) (rate({_selector(name)}[%s]))" for name in ("hit_tokens", "asked_tokens"))
+_RECENT_HIT_RATE, _DAY_HIT_RATE = (f"({_HITS % over} / {_REQUESTED % over})" for over in ("30m", "1d"))
+
+ALERTS: Sequence[Alert] = (
+    Alert(
+        "KVCacheDiffers",
+        f"increase({_selector('canary_blocks', ('result', 'different'))}[1h]) > 0",
+        "0m",
+        "critical",
+        "An engine computed a loaded block again, and it is not the same.",
+        "Bypass the cache (`kvcache bypass on`); its log names the block.",
+    ),
+    Alert(
+        "KVCacheRecordsDamaged",
+        f"sum by (instance, tier) (increase({_selector('refused_records', ('check', 'damaged'))}[1h])) > 0",
+        "0m",
+        "warning",
+        "Records in {{ $labels.tier }} failed their check. They were misses, and were removed.",
+        "Look at the drive or the server: `kvcache doctor`, `kvcache check`.",
+    ),
+    Alert(
+        "KVCacheTierInTrouble",
+        f"{_selector('tier_in_trouble')} > 0",
+        "5m",
+        "warning",
+        "A part of {{ $labels.tier }} takes no new records.",
+        "`kvcache stats -o json` names it under `troubles`.",
+    ),
+    Alert(
+        "KVCacheBypassed",
+        f"max by (instance, path) ({_selector('bypass')}) > 0",
+        "30m",
+        "warning",
+        "An operator has taken the cache out of {{ $labels.path }}.",
+        "`kvcache bypass off` puts it back.",
+    ),
+    Alert(
+        "KVCacheLoadsFail",
+        f"sum by (instance) (rate({_selector('load_failures')}[15m])) "
+        f"> 0.01 * sum by (instance) (rate({_selector('loaded_blocks')}[15m]))",
+        "15m",
+        "warning",
+        "More than one of a hundred blocks that were promised did not come; engines computed them.",
+        "`kvcache explain` tells of the last; the metric's outcome says what happened.",
+    ),
+    Alert(
+        "KVCacheWritesFail",
+        f"sum by (instance, tier) (rate({_selector('write_failures')}[15m])) > 0",
+        "15m",
+        "warning",
+        "Blocks are not written to {{ $labels.tier }}.",
+        "The metric's outcome says why; `kvcache doctor` looks at the tier.",
+    ),
+    Alert(
+        "KVCacheQueueFull",
+        f"sum by (instance, reason) (rate({_selector('drops', ('reason', '~.* queue'))}[15m])) > 0",
+        "30m",
+        "warning",
+        "More is stored than the tier below can take ({{ $labels.reason }}).",
+        "A faster tier, or one that is written on second use only.",
+    ),
+    Alert(
+        "KVCacheHitsFell",
+        f"{_RECENT_HIT_RATE} < 0.25 * {_DAY_HIT_RATE} and {_REQUESTED % '30m'} > 0",
+        "30m",
+        "warning",
+        "Less than a quarter of the last day's hit rate is found.",
+        "`kvcache stats` tells the reasons of misses, `kvcache explain` those of one prompt.",
+    ),
+    Alert(
+        "KVCachePlansWrong",
+        f"sum by (instance) (rate({_selector('plan_regret_seconds')}[1h])) "
+        f"> 0.2 * sum by (instance) (rate({_selector('planned_seconds')}[1h]))",
+        "1h",
+        "info",
+        "A fifth of the time of loads and prefills would have been saved by other choices.",
+        "Rates change more than can be followed: is the tier shared with other work?",
+    ),
+)
 
 
 def rules() -> str:
     """Return the alert rules as YAML for Prometheus."""
-    return _HEAD + "".join(line for alert in alerts() for line in _lines(alert))
+    return _HEAD + "".join(line for alert in ALERTS for line in _lines(alert))
 
 
 def _lines(alert: Alert) -> Iterator[str]:

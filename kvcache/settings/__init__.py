@@ -13,9 +13,24 @@ from typing import Annotated, Any, get_origin
 from pydantic import BaseModel, Field, PrivateAttr
 from pydantic.fields import FieldInfo
 
-from kvcache.settings.cache import Canary, Evict, Explain, Flow, Identity, Plan, Warm
-from kvcache.settings.service import Control, Daemon, Http, Log, Trace
-from kvcache.settings.tiers import Encryption, Host, Nvme, Object, Redis, WriteMode
+from kvcache.settings.cache import (
+    CanarySettings,
+    EvictSettings,
+    ExplainSettings,
+    FlowSettings,
+    IdentitySettings,
+    PlanSettings,
+    WarmSettings,
+)
+from kvcache.settings.service import ControlSettings, DaemonSettings, HttpSettings, LogSettings, TraceSettings
+from kvcache.settings.tiers import (
+    EncryptionSettings,
+    HostSettings,
+    NvmeSettings,
+    ObjectSettings,
+    RedisSettings,
+    WriteMode,
+)
 from kvcache.settings.types import Count, Section
 
 PREFIX = "KVCACHE_"
@@ -27,23 +42,23 @@ class Settings(Section):
     block_tokens: Annotated[Count, Field(le=65535)] = Field(
         default=16, description="Tokens in a block, for engines that take it from here; a layout brings its own."
     )
-    host: Host = Field(default_factory=Host)
-    nvme: Nvme = Field(default_factory=Nvme)
-    redis: Redis = Field(default_factory=Redis)
-    object: Object = Field(default_factory=Object)
-    encryption: Encryption = Field(default_factory=Encryption)
-    evict: Evict = Field(default_factory=Evict)
-    flow: Flow = Field(default_factory=Flow)
-    plan: Plan = Field(default_factory=Plan)
-    warm: Warm = Field(default_factory=Warm)
-    identity: Identity = Field(default_factory=Identity)
-    explain: Explain = Field(default_factory=Explain)
-    canary: Canary = Field(default_factory=Canary)
-    daemon: Daemon = Field(default_factory=Daemon)
-    http: Http = Field(default_factory=Http)
-    trace: Trace = Field(default_factory=Trace)
-    control: Control = Field(default_factory=Control)
-    log: Log = Field(default_factory=Log)
+    host: HostSettings = Field(default_factory=HostSettings)
+    nvme: NvmeSettings = Field(default_factory=NvmeSettings)
+    redis: RedisSettings = Field(default_factory=RedisSettings)
+    object: ObjectSettings = Field(default_factory=ObjectSettings)
+    encryption: EncryptionSettings = Field(default_factory=EncryptionSettings)
+    evict: EvictSettings = Field(default_factory=EvictSettings)
+    flow: FlowSettings = Field(default_factory=FlowSettings)
+    plan: PlanSettings = Field(default_factory=PlanSettings)
+    warm: WarmSettings = Field(default_factory=WarmSettings)
+    identity: IdentitySettings = Field(default_factory=IdentitySettings)
+    explain: ExplainSettings = Field(default_factory=ExplainSettings)
+    canary: CanarySettings = Field(default_factory=CanarySettings)
+    daemon: DaemonSettings = Field(default_factory=DaemonSettings)
+    http: HttpSettings = Field(default_factory=HttpSettings)
+    trace: TraceSettings = Field(default_factory=TraceSettings)
+    control: ControlSettings = Field(default_factory=ControlSettings)
+    log: LogSettings = Field(default_factory=LogSettings)
     _origins: dict[str, str] = PrivateAttr(default_factory=dict)
 
     def origin(self, name: str) -> str:

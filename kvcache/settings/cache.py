@@ -40,7 +40,7 @@ class Tenant(Section):
         return self
 
 
-class Evict(Section):
+class EvictSettings(Section):
     """Who leaves a full tier."""
 
     policy: Literal["hazard", "lru"] = Field(default="hazard", description="`hazard`: expected use. `lru`: last use.")
@@ -56,7 +56,7 @@ class Evict(Section):
     )
 
 
-class Flow(Section):
+class FlowSettings(Section):
     """What moves between tiers, and when."""
 
     queue_blocks: Count = Field(default=4096, description="Blocks being demoted, beyond which more are dropped.")
@@ -72,7 +72,7 @@ class Flow(Section):
     )
 
 
-class Plan(Section):
+class PlanSettings(Section):
     """Whether what was found is loaded, or computed again because that is sooner."""
 
     enabled: bool = Field(
@@ -82,7 +82,7 @@ class Plan(Section):
     )
 
 
-class Explain(Section):
+class ExplainSettings(Section):
     """What is remembered of the prompts that were asked for, so that a person can ask why one was not found."""
 
     memory_bytes: Bytes = Field(
@@ -92,7 +92,7 @@ class Explain(Section):
     )
 
 
-class Canary(Section):
+class CanarySettings(Section):
     """Loaded blocks that the engine computes again, where it offers to, to compare them with what was loaded."""
 
     sample_rate: Annotated[int, BeforeValidator(as_number), Field(ge=0, le=1 << 30)] = Field(
@@ -104,7 +104,7 @@ class Canary(Section):
 # Warm start of a node
 
 
-class Warm(Section):
+class WarmSettings(Section):
     """Prefixes that a node of a fleet has near when it begins. Needs `redis.enabled`."""
 
     file: str = Field(
@@ -141,7 +141,7 @@ class Warm(Section):
 # Identity of a model's weights
 
 
-class Identity(Section):
+class IdentitySettings(Section):
     """Which bytes of a model's weights its revision covers."""
 
     read_every_byte: bool = Field(

@@ -9,7 +9,7 @@ from pydantic import BeforeValidator, Field
 from kvcache.settings.types import Bytes, Count, MiB, Seconds, Section, as_number, computed_default
 
 
-class Daemon(Section):
+class DaemonSettings(Section):
     """A cache that serves other processes of this host: `kvcache daemon`."""
 
     socket: str = Field(
@@ -41,7 +41,7 @@ class Daemon(Section):
     drain_s: Seconds = Field(default=5.0, description="How long transfers under way may take to end at SIGTERM.")
 
 
-class Trace(Section):
+class TraceSettings(Section):
     """What is written down of the requests: times and the names of blocks, nothing of what is in them."""
 
     path: str = Field(
@@ -53,13 +53,13 @@ class Trace(Section):
     )
 
 
-class Control(Section):
+class ControlSettings(Section):
     """The socket by which `kvcache ps`, `stats`, `check` and `bypass` reach this cache; for its own user only."""
 
     enabled: bool = Field(default=True, description="Whether the cache listens, in the user's runtime directory.")
 
 
-class Log(Section):
+class LogSettings(Section):
     """What the package says through Python's `logging`, under the name `kvcache`."""
 
     format: Literal["none", "text", "json"] = Field(
@@ -76,7 +76,7 @@ MAX_HTTP_CONNECTIONS = 128
 """Most open connections; the server closes further ones at once."""
 
 
-class Http(Section):
+class HttpSettings(Section):
     """The daemon over HTTP: figures for Prometheus, whether it is well, a page to look at and what that is made of."""
 
     enabled: bool = Field(default=False, description="Whether the daemon listens; `kvcache daemon --http` as well.")

@@ -19,7 +19,7 @@ from pydantic import ValidationError
 
 from kvcache.errors import ConfigError
 from kvcache.settings import PREFIX, SECTIONS, TABLE, Settings
-from kvcache.settings.cache import Identity
+from kvcache.settings.cache import IdentitySettings
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -94,7 +94,7 @@ def load_identity(
     where: str | os.PathLike[str] | None = None,
     given: Mapping[str, Any] | None = None,
     environ: Mapping[str, str] = os.environ,
-) -> Identity:
+) -> IdentitySettings:
     """Return the `identity` section alone, for a connector that identifies its model itself.
 
     Args:

@@ -53,7 +53,7 @@ def _default_slab_bytes(data: dict[str, Any]) -> int:
     return max(PAGE_BYTES, min(256 * MiB, eighth))
 
 
-class Host(Section):
+class HostSettings(Section):
     """Host memory: the arena."""
 
     capacity_bytes: Annotated[int, BeforeValidator(as_size), Field(ge=64 * KiB, le=1 << 60)] = Field(
@@ -74,7 +74,7 @@ class Host(Section):
     )
 
     @model_validator(mode="after")
-    def _fits(self) -> Host:
+    def _fits(self) -> HostSettings:
         check_at_most("host.slab_bytes", self.slab_bytes, "host.capacity_bytes", self.capacity_bytes)
         return self
 
@@ -92,7 +92,7 @@ def _nvme_capacity(data: dict[str, Any]) -> int:
     return len(directories) * (max(256 * MiB, *held, min(fifths)) // MiB * MiB)
 
 
-class Nvme(Section):
+class NvmeSettings(Section):
     """A local drive: segment files and a journal, there again after a restart."""
 
     enabled: bool = Field(default=True, description="Whether there is this tier.")
@@ -129,7 +129,7 @@ class Nvme(Section):
     )
     write: WriteMode = write_mode()
     threads: Count = Field(default=4, description="Threads that read and write.")
-    queue_bytes: Bytes = Field(
+    queue_bytes: Annotated[int, BeforeValidator(as_size), Field(ge=1, le=1 << 60)] = Field(
         default=256 * MiB, description="Bytes waiting to be written, beyond which writes are dropped and counted."
     )
     min_free_bytes: Bytes = Field(
@@ -137,7 +137,7 @@ class Nvme(Section):
     )
 
     @model_validator(mode="after")
-    def _fits(self) -> Nvme:
+    def _fits(self) -> NvmeSettings:
         if not self.enabled:
             return self
         memory = [path for path in self.directories if is_memory_backed(path)]
@@ -154,7 +154,7 @@ class Nvme(Section):
         return self.paths or (self.path,)
 
 
-class Redis(Section):
+class RedisSettings(Section):
     """A Redis or Valkey server that a fleet shares. One that is away is a miss until it is there."""
 
     enabled: bool = Field(default=False, description="Whether there is this tier.")
@@ -196,7 +196,7 @@ class Redis(Section):
     )
     write: WriteMode = write_mode()
     connections: Count = Field(default=4, description="Connections to each server, with a thread for each.")
-    queue_bytes: Bytes = Field(
+    queue_bytes: Annotated[int, BeforeValidator(as_size), Field(ge=1, le=1 << 60)] = Field(
         default=256 * MiB, description="Bytes waiting to be written, beyond which writes are dropped and counted."
     )
     signing_key_file: str = Field(
@@ -207,7 +207,7 @@ class Redis(Section):
     timeout_s: Seconds = Field(default=5.0, description="What any call to the server may take at most.")
 
     @model_validator(mode="after")
-    def _keeps_secrets(self) -> Redis:
+    def _keeps_secrets(self) -> RedisSettings:
         if "@" in self.url:
             raise ConfigError(
                 "redis.url: holds a user or a password; give redis.username, and the password in "
@@ -219,7 +219,7 @@ class Redis(Section):
 # The object store, and encryption of payloads in the tiers after host memory
 
 
-class Object(Section):
+class ObjectSettings(Section):
     """An object store that a fleet shares, behind Redis where there is one (`kvcache-tiers[object]`)."""
 
     enabled: bool = Field(default=False, description="Whether there is this tier.")
@@ -251,7 +251,7 @@ class Object(Section):
     )
     write: WriteMode = write_mode()
     connections: Count = Field(default=8, description="Threads that read and write.")
-    queue_bytes: Bytes = Field(
+    queue_bytes: Annotated[int, BeforeValidator(as_size), Field(ge=1, le=1 << 60)] = Field(
         default=256 * MiB, description="Bytes waiting to be written, beyond which writes are dropped and counted."
     )
     signing_key_file: str = Field(default="", description="As `redis.signing_key_file`.")
@@ -260,7 +260,7 @@ class Object(Section):
     )
 
     @model_validator(mode="after")
-    def _is_somewhere(self) -> Object:
+    def _is_somewhere(self) -> ObjectSettings:
         if self.enabled and not self.url:
             raise ConfigError("object.url: nothing is given; expected s3://BUCKET, gs://, az:// or file:///DIRECTORY")
         if "@" in self.url or "?" in self.url:
@@ -270,7 +270,7 @@ class Object(Section):
         return self
 
 
-class Encryption(Section):
+class EncryptionSettings(Section):
     """Payloads below host memory: on the drive, in Redis, in the object store (`kvcache-tiers[encryption]`)."""
 
     key_file: str = Field(

@@ -114,4 +114,4 @@ def check_at_most(name: str, value: int, limit_name: str, limit: int) -> None:
 
 
 class Section(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", hide_input_in_errors=True)  # a value may be a secret

@@ -14,6 +14,7 @@ import pytest
 import kvcache
 from kvcache.cache.cache import Cache
 from kvcache.cli import main as frame
+from kvcache.settings.tiers import NvmeSettings
 from kvcache.tier.nvme import NvmeTier
 from kvcache.tier.nvme.store import SUSPECT_AFTER_RECORDS
 from kvcache.tier.tier import Outcome
@@ -25,7 +26,7 @@ BLOCKS = [*chain(20), *chain(10, of=1, seed=1)]
 
 
 def opened(path: Path, capacity_bytes: int = 4 * MIB) -> NvmeTier:
-    return NvmeTier(str(path), capacity_bytes=capacity_bytes, segment_bytes=MIB // 4, min_free_bytes=0)
+    return NvmeTier(str(path), NvmeSettings(capacity_bytes=capacity_bytes, segment_bytes=MIB // 4, min_free_bytes=0))
 
 
 @pytest.fixture

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from kvcache.cli import main as frame
+from kvcache.settings.tiers import ObjectSettings
 from kvcache.testing.tier import chain, namespace, write
 from kvcache.tier.object import ObjectTier
 from kvcache.tier.tier import Outcome
@@ -21,7 +22,7 @@ DAY = 86_400.0
 @pytest.fixture
 def store(tmp_path: Path) -> Path:
     """Two namespaces: one of two packs, of which one is ten days old, one of a pack of today."""
-    tier = ObjectTier(f"file://{tmp_path}/store")
+    tier = ObjectTier(ObjectSettings(url=f"file://{tmp_path}/store"))
     old, young, other = chain(3), chain(3, seed=1), chain(2, of=1)
     for blocks in (old, young, other):
         assert set(write(tier, blocks)) == {Outcome.DONE}
@@ -51,7 +52,7 @@ def kv(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], stor
 
 
 def left(store: Path) -> int:
-    tier = ObjectTier(f"file://{store}/store")
+    tier = ObjectTier(ObjectSettings(url=f"file://{store}/store"))
     try:
         assert tier.check() == []
         return tier.usage().records

@@ -17,7 +17,7 @@ from kvcache.daemon.client.control import fetch_json
 from kvcache.daemon.http.app import HttpApi
 from kvcache.daemon.http.server import bind_listener, start
 from kvcache.errors import AccessError, ConfigError, UnreachableError
-from kvcache.settings.service import Http
+from kvcache.settings.service import HttpSettings
 from kvcache.settings.types import show_bytes
 from tests.daemon.house import bound_to, load, store
 from tests.daemon.test_http import OWNERS
@@ -54,7 +54,7 @@ def serve(cache: Cache) -> Iterator[Callable[..., str]]:
     ends: list[Callable[[], None]] = []
 
     def make(**more: Any) -> str:
-        settings = Http(enabled=True, port=0)
+        settings = HttpSettings(enabled=True, port=0)
         listener = bind_listener(settings)
         port = listener.getsockname()[1]
         ends.append(start(HttpApi(cache, **more).application(), listener, settings))

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from kvcache.os_env import OsEnv
+from kvcache.settings.tiers import ObjectSettings
 from kvcache.testing.tier import TierContract, TierFixture, chain, intact, tier_fixture, write
 from kvcache.tier.object import ObjectTier
 from kvcache.tier.tier import Outcome, Tier
@@ -32,7 +33,7 @@ class TestSeaweedFS(TierContract):
         return shared(self.kind).settings
 
     def make(self, path: Path, capacity_bytes: int, os_env: OsEnv) -> Tier:
-        return ObjectTier(**self.settings(path), timeout_s=60, os_env=os_env)  # type: ignore[arg-type]  # strings all
+        return ObjectTier(ObjectSettings(**self.settings(path), timeout_s=60), os_env=os_env)  # type: ignore[arg-type]  # strings all
 
     @pytest.fixture
     def bench(self, tmp_path: Path) -> Iterator[TierFixture]:
@@ -42,7 +43,7 @@ class TestSeaweedFS(TierContract):
         bench.tier.close()
 
     def test_a_range_behind_the_end_is_empty(self, tmp_path: Path) -> None:
-        tier = ObjectTier(**self.settings(tmp_path), timeout_s=60)  # type: ignore[arg-type]  # strings all
+        tier = ObjectTier(ObjectSettings(**self.settings(tmp_path), timeout_s=60))  # type: ignore[arg-type]  # strings all
         try:
             bucket, (path, nothing) = tier._bucket, (f"{tier._names.root}/{name}" for name in ("three", "nothing"))
             for name, data in ((path, b"abc"), (nothing, b"")):
@@ -62,7 +63,7 @@ class TestSeaweedFS(TierContract):
         """Each goes in parts to a place of its own, and one of them to where all look for it."""
         monkeypatch.setattr("kvcache.tier.object.store.MULTIPART_BYTES", 6 << 20)
         given: dict[str, Any] = {**self.settings(tmp_path), "pack_bytes": 5 << 20, "timeout_s": 60}
-        tiers = [ObjectTier(**given) for _ in range(3)]
+        tiers = [ObjectTier(ObjectSettings(**given)) for _ in range(3)]
         try:
             blocks, size, start = chain(2), 12 << 20, threading.Barrier(3)
 
@@ -116,7 +117,7 @@ class TestAzure(TestSeaweedFS):
     def test_whom_the_store_does_not_know_it_tells_nothing(self, tmp_path: Path) -> None:
         known = self.make(tmp_path, 0, OsEnv())
         given: dict[str, Any] = {**self.settings(tmp_path), "credentials_file": self.stranger(tmp_path)}
-        stranger, blocks = ObjectTier(**given, timeout_s=60), chain(3)
+        stranger, blocks = ObjectTier(ObjectSettings(**given, timeout_s=60)), chain(3)
         try:
             assert write(known, blocks) == (Outcome.DONE,) * 3
             assert set(stranger.contains(blocks)) == {Outcome.FAILED}

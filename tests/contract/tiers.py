@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from kvcache.os_env import OsEnv
+from kvcache.settings.tiers import NvmeSettings, ObjectSettings, RedisSettings
 from kvcache.testing.memory_tier import MemoryTier
 from kvcache.testing.tier import Factory, TierFixture, tier_fixture
 from kvcache.tier.host.tier import HostTier
@@ -26,34 +27,33 @@ MIB = 1 << 20
 def nvme(path: Path, capacity_bytes: int, os_env: OsEnv, durability: Any = "batch") -> Tier:
     return NvmeTier(
         str(path / "nvme"),
-        capacity_bytes=capacity_bytes,
-        segment_bytes=MIB // 4,
-        durability=durability,
-        min_free_bytes=0,
+        NvmeSettings(capacity_bytes=capacity_bytes, segment_bytes=MIB // 4, durability=durability, min_free_bytes=0),
         os_env=os_env,
     )
 
 
 def drives(path: Path, capacity_bytes: int, os_env: OsEnv) -> Tier:
     return open_drives(
-        [str(path / "one"), str(path / "two")],
-        capacity_bytes=capacity_bytes,
-        segment_bytes=MIB // 4,
-        min_free_bytes=0,
+        NvmeSettings(
+            paths=[str(path / "one"), str(path / "two")],
+            capacity_bytes=capacity_bytes,
+            segment_bytes=MIB // 4,
+            min_free_bytes=0,
+        ),
         os_env=os_env,
     )
 
 
 def redis(path: Path, capacity_bytes: int, os_env: OsEnv) -> Tier:
-    return RedisTier(empty(path).unix, os_env=os_env)
+    return RedisTier(RedisSettings(url=empty(path).unix), os_env=os_env)
 
 
 def cluster(path: Path, capacity_bytes: int, os_env: OsEnv) -> Tier:
-    return RedisTier(empty_cluster(path).url, mode="cluster", os_env=os_env)
+    return RedisTier(RedisSettings(url=empty_cluster(path).url, mode="cluster"), os_env=os_env)
 
 
 def objects(path: Path, capacity_bytes: int, os_env: OsEnv) -> Tier:
-    return ObjectTier(f"file://{path}/objects", pack_bytes=MIB, os_env=os_env)
+    return ObjectTier(ObjectSettings(url=f"file://{path}/objects", pack_bytes=MIB), os_env=os_env)
 
 
 TIERS: dict[str, Factory] = {

@@ -232,7 +232,7 @@ def test_history_is_sampled_and_bounded(site: TestClient, cache: Cache) -> None:
 def test_ready_is_when_it_serves_and_what_it_waits_for_is_there(within: Within) -> None:
     assert within.daemon.not_ready_reason() == ""
     within.cache.readiness_checks.append(lambda: False)
-    assert "on their way" in within.daemon.not_ready_reason()
+    assert "still being loaded" in within.daemon.not_ready_reason()
     within.cache.readiness_checks.clear()
     within.daemon.stop()
     until(lambda: within.daemon.not_ready_reason() == "ending")

@@ -17,7 +17,7 @@ from kvcache.daemon.http.app import HttpApi
 from kvcache.daemon.http.server import bind_listener, start
 from kvcache.daemon.server.auth import new_token, token_hash
 from kvcache.observe.metrics import METRICS
-from kvcache.settings.service import Http
+from kvcache.settings.service import HttpSettings
 from tests.daemon.house import House, bound_to, load, store
 from tests.daemon.within import Within
 from tests.peer.certificates import OPENSSL, authority, certificate
@@ -176,7 +176,7 @@ def test_more_than_enough_are_hung_up_on_and_those_that_are_there_are_served(
 ) -> None:
     monkeypatch.setattr("kvcache.daemon.http.server.HEADER_TIMEOUT_S", 600.0)
     monkeypatch.setattr("kvcache.daemon.http.server.MAX_HTTP_CONNECTIONS", 3)
-    settings = Http(enabled=True, port=0)
+    settings = HttpSettings(enabled=True, port=0)
     listener = bind_listener(settings)
     port = listener.getsockname()[1]
     end = start(HttpApi(within.cache).application(), listener, settings)
@@ -208,7 +208,7 @@ def test_who_does_not_come_to_an_end_is_hung_up_on(
     # who is answered first has the time to ask
     monkeypatch.setattr("kvcache.daemon.http.server.HEADER_TIMEOUT_S", 5.0 if answered else 0.2)
     monkeypatch.setattr("kvcache.daemon.http.app.BODY_TIMEOUT_S", 0.2)
-    settings = Http(enabled=True, port=0)
+    settings = HttpSettings(enabled=True, port=0)
     listener = bind_listener(settings)
     port = listener.getsockname()[1]
     end = start(HttpApi(within.cache).application(), listener, settings)

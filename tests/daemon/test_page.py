@@ -14,7 +14,7 @@ from kvcache.cache.cache import Cache
 from kvcache.daemon.http.app import HttpApi
 from kvcache.daemon.http.server import bind_listener, start
 from kvcache.daemon.server.report import Report
-from kvcache.settings.service import Http
+from kvcache.settings.service import HttpSettings
 from kvcache.settings.sources import load as load_settings
 from kvcache.settings.types import show_bytes
 from tests.daemon.browser import CHROMIUM, MISSING, Browser
@@ -34,7 +34,7 @@ class Served:
         self.begin()
 
     def begin(self) -> None:
-        settings = Http(enabled=True, port=self.port)
+        settings = HttpSettings(enabled=True, port=self.port)
         listener: socket.socket = bind_listener(settings)
         self.port = listener.getsockname()[1]
         self.site = HttpApi(self.cache, version="1.2", **self._more)

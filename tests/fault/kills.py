@@ -14,6 +14,7 @@ import signal
 import sys
 from pathlib import Path
 
+from kvcache.settings.tiers import NvmeSettings
 from kvcache.tier.nvme import NvmeTier
 from kvcache.tier.tier import Op, Outcome
 from tests.tier.blocks import buffer, chain, holds, record
@@ -28,7 +29,7 @@ def size_of(i: int) -> int:
 
 
 def opened(path: Path) -> NvmeTier:
-    return NvmeTier(str(path), capacity_bytes=8 << 20, segment_bytes=512 << 10, min_free_bytes=0)
+    return NvmeTier(str(path), NvmeSettings(capacity_bytes=8 << 20, segment_bytes=512 << 10, min_free_bytes=0))
 
 
 def work(path: Path, chance: random.Random, pipe: int) -> None:

@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 from kvcache.block.record import Address, seal
 from kvcache.errors import StoreError
 from kvcache.os_env import OsEnv
+from kvcache.settings.tiers import NvmeSettings
 from kvcache.tier.nvme import NvmeTier
 from kvcache.tier.tier import BACKGROUND, DEMAND, PREFETCH, Op, Outcome, Ticket
 from tests.fault.disk import Crash, SimDisk
@@ -90,12 +91,14 @@ class Life:
             try:
                 self.tier = NvmeTier(
                     "store",
-                    capacity_bytes=CAPACITY,
-                    segment_bytes=SEGMENT,
-                    durability=self.durability,  # type: ignore[arg-type]
-                    threads=self.chance.choice([1, 2, 4]),
-                    queue_bytes=self.chance.choice([60_000, 1 << 20]),
-                    min_free_bytes=0,
+                    NvmeSettings(
+                        capacity_bytes=CAPACITY,
+                        segment_bytes=SEGMENT,
+                        durability=self.durability,
+                        threads=self.chance.choice([1, 2, 4]),
+                        queue_bytes=self.chance.choice([60_000, 1 << 20]),
+                        min_free_bytes=0,
+                    ),
                     os_env=os_env,
                 )
                 return

@@ -42,6 +42,7 @@ from kvcache.daemon.shm import SlabMappings
 from kvcache.errors import ConfigError, KVCacheError, LayoutError, ModelError, StoreError, TokenError
 from kvcache.os_env import SystemClock
 from kvcache.settings.sources import load
+from kvcache.settings.tiers import NvmeSettings
 from kvcache.settings.types import parse_bytes
 from kvcache.tier.nvme.archive import export_archive, import_archive
 from kvcache.tier.nvme.journal import ENTRY_BYTES, PUT, Entry, FileHeader, HeaderError, pack_frame, read_frames
@@ -303,7 +304,8 @@ def archives(place: Path) -> list[bytes]:
 
 def opened(path: Path) -> NvmeTier:
     return NvmeTier(
-        str(path), capacity_bytes=8 << 20, segment_bytes=1 << 18, durability="none", threads=1, min_free_bytes=0
+        str(path),
+        NvmeSettings(capacity_bytes=8 << 20, segment_bytes=1 << 18, durability="none", threads=1, min_free_bytes=0),
     )
 
 

@@ -13,6 +13,7 @@ import pytest
 
 from kvcache.block.record import Address
 from kvcache.os_env import File, InlineExecutor, LocalDisk, OsEnv
+from kvcache.settings.tiers import NvmeSettings
 from kvcache.testing.tier import Clock
 from kvcache.tier.nvme import NvmeTier
 from kvcache.tier.nvme import tier as nvme_tier
@@ -34,10 +35,7 @@ def simulated(disk: SimDisk, durability: str = "block") -> NvmeTier:
     """A tier that does everything where it is asked, on a disk of ours."""
     return NvmeTier(
         "store",
-        capacity_bytes=3 << 20,
-        segment_bytes=256 << 10,
-        durability=durability,  # type: ignore[arg-type]
-        min_free_bytes=0,
+        NvmeSettings(capacity_bytes=3 << 20, segment_bytes=256 << 10, durability=durability, min_free_bytes=0),
         os_env=OsEnv(disk=disk, clock=Clock(), executor=lambda threads, name: InlineExecutor()),
     )
 
@@ -208,9 +206,7 @@ def hanging(path: Path, clock: Clock, threads: int = 4) -> Iterator[tuple[NvmeTi
     disk = Hanging()
     tier = NvmeTier(
         str(path / "store"),
-        capacity_bytes=16 << 20,
-        min_free_bytes=0,
-        threads=threads,
+        NvmeSettings(capacity_bytes=16 << 20, min_free_bytes=0, threads=threads),
         os_env=OsEnv(disk=disk, clock=clock),
     )
     yield tier, disk
@@ -268,7 +264,7 @@ def test_closing_does_not_wait_for_ever(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def test_a_directory_that_vanishes_is_misses_and_refusals(tmp_path: Path) -> None:
-    tier = NvmeTier(str(tmp_path / "store"), capacity_bytes=4 << 20, min_free_bytes=0)
+    tier = NvmeTier(str(tmp_path / "store"), NvmeSettings(capacity_bytes=4 << 20, min_free_bytes=0))
     blocks = chain(3)
     tier.write(blocks, [record(a) for a in blocks])
     tier.sync()
@@ -286,9 +282,7 @@ def test_a_mount_that_vanished_and_came_back(tmp_path: Path) -> None:
     clock = Clock()
     tier = NvmeTier(
         str(tmp_path / "store"),
-        capacity_bytes=16 << 20,
-        segment_bytes=256 << 10,
-        min_free_bytes=0,
+        NvmeSettings(capacity_bytes=16 << 20, segment_bytes=256 << 10, min_free_bytes=0),
         os_env=OsEnv(clock=clock, executor=lambda threads, name: InlineExecutor()),
     )
     blocks, more = chain(10), chain(12, seed=1)

@@ -14,6 +14,7 @@ from examples.demo.breaking import small_drive
 from kvcache.block.record import Address
 from kvcache.cache.cache import Cache
 from kvcache.os_env import InlineExecutor, OsEnv
+from kvcache.settings.tiers import NvmeSettings
 from kvcache.testing.tier import Clock
 from kvcache.tier.nvme import NvmeTier
 from kvcache.tier.tier import Outcome
@@ -51,9 +52,7 @@ def fill(drive: Path) -> Path:
 def opened(drive: Path, clock: Clock) -> NvmeTier:
     return NvmeTier(
         str(drive / "store"),
-        capacity_bytes=1 << 30,
-        segment_bytes=2 * MIB,
-        min_free_bytes=0,
+        NvmeSettings(capacity_bytes=1 << 30, segment_bytes=2 * MIB, min_free_bytes=0),
         os_env=OsEnv(clock=clock, executor=lambda threads, name: InlineExecutor()),
     )
 

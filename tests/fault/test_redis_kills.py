@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from kvcache.settings.tiers import RedisSettings
 from kvcache.tier.redis import RedisTier
 from kvcache.tier.redis.keys import KeyNames
 from kvcache.tier.tier import Outcome
@@ -29,9 +30,10 @@ BLOCKS = 12
 
 WRITER = f"""
 import sys
+from kvcache.settings.tiers import RedisSettings
 from kvcache.tier.redis import RedisTier
 from tests.tier.blocks import chain, record
-tier = RedisTier(sys.argv[1], part_bytes=256 << 10)
+tier = RedisTier(RedisSettings(url=sys.argv[1], part_bytes=256 << 10))
 blocks = chain({BLOCKS})
 records = [record(address, {LONG}) for address in blocks]
 print("ready", flush=True)
@@ -75,7 +77,7 @@ def killed(server: Server, after_s: float) -> None:
 def test_writers_are_killed(server: Server, request: pytest.FixtureRequest) -> None:
     names, chance = KeyNames("kvcache"), random.Random(1)
     blocks = chain(BLOCKS)
-    tier = RedisTier(server.unix, part_bytes=256 << 10, timeout_s=60)
+    tier = RedisTier(RedisSettings(url=server.unix, part_bytes=256 << 10, timeout_s=60))
     found = 0
     for _ in range(20 if request.config.getoption("--long") else 2):
         killed(server, chance.uniform(0.01, 0.2))

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from kvcache.fleet.coordination import Coordination
-from kvcache.settings.tiers import Redis
+from kvcache.settings.tiers import RedisSettings
 from tests.peer.server import MISSING, Server, empty
 
 
@@ -24,7 +24,7 @@ def boards(server: Server) -> Iterator[Callable[[], Coordination]]:
     made: list[Coordination] = []
 
     def make() -> Coordination:
-        made.append(Coordination(Redis(enabled=True, url=server.tcp)))
+        made.append(Coordination(RedisSettings(enabled=True, url=server.tcp)))
         return made[-1]
 
     yield make

@@ -11,7 +11,7 @@ from redis.crc import key_slot
 
 from kvcache.fleet.coordination import Coordination, LeaseResult, PromptLease
 from kvcache.fleet.popularity import Popularity
-from kvcache.settings.tiers import Redis
+from kvcache.settings.tiers import RedisSettings
 from tests.peer.fleet import Cluster
 from tests.peer.server import MISSING, Server
 
@@ -28,7 +28,9 @@ def test_the_rights_that_the_page_names_are_enough(server: Server, tmp_path: Pat
     for words in rights[:lines]:
         server.client.execute_command("ACL", "SETUSER", "engine", *words)
     coordination = Coordination(
-        Redis(enabled=True, url=server.tcp, username="engine", password_file=str(tmp_path / "password"), timeout_s=20)
+        RedisSettings(
+            enabled=True, url=server.tcp, username="engine", password_file=str(tmp_path / "password"), timeout_s=20
+        )
     )
     try:
         lease, heat = PromptLease(coordination, "d"), Popularity(coordination, chains=1)
@@ -49,7 +51,7 @@ def test_the_rights_that_the_page_names_are_enough(server: Server, tmp_path: Pat
 
 def test_a_slot_that_moved_is_followed_and_one_that_moves_is_an_error() -> None:
     cluster = Cluster()
-    coordination = Coordination(Redis(enabled=True, url=cluster.url, mode="cluster", timeout_s=20))
+    coordination = Coordination(RedisSettings(enabled=True, url=cluster.url, mode="cluster", timeout_s=20))
     try:
         first, second = PromptLease(coordination, "d"), PromptLease(coordination, "d")
         assert first.acquire() is LeaseResult.ACQUIRED

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 
 from kvcache.fleet.coordination import Coordination, LeaseResult, PromptLease
-from kvcache.settings.tiers import Redis
+from kvcache.settings.tiers import RedisSettings
 from tests.peer.fleet import Cluster, until
 from tests.peer.server import MISSING, Server
 
@@ -86,7 +86,7 @@ def test_many_at_once_one_gets_it(boards: Callable[[], Coordination]) -> None:
 
 
 def test_no_server_is_an_error_and_not_a_lease() -> None:
-    coordination = Coordination(Redis(enabled=True, url="redis://127.0.0.1:1/0", timeout_s=20))
+    coordination = Coordination(RedisSettings(enabled=True, url="redis://127.0.0.1:1/0", timeout_s=20))
     with pytest.raises(OSError, match="ConnectionRefusedError"):
         PromptLease(coordination, "d").acquire()
     coordination.close()
@@ -94,7 +94,7 @@ def test_no_server_is_an_error_and_not_a_lease() -> None:
 
 def test_in_a_cluster_all_notes_of_a_prompt_are_on_one_server() -> None:
     cluster = Cluster()
-    coordination = Coordination(Redis(enabled=True, url=cluster.url, mode="cluster"))
+    coordination = Coordination(RedisSettings(enabled=True, url=cluster.url, mode="cluster"))
     try:
         for i in range(20):
             lease, other = (PromptLease(coordination, f"digest-{i}") for _ in range(2))

@@ -10,9 +10,9 @@ import pytest
 
 from kvcache.errors import UnreachableError
 from kvcache.fleet.coordination import Coordination, LeaseResult, PromptLease
-from kvcache.fleet.warm import EngineError, PrefillUsage, Prompt, WarmUp
+from kvcache.fleet.warm import EngineError, NodeCallbacks, PrefillUsage, Prompt, WarmLimits, WarmUp
 from kvcache.os_env import OsEnv
-from kvcache.settings.tiers import Redis
+from kvcache.settings.tiers import RedisSettings
 from tests.peer.server import MISSING, Server
 
 pytestmark = pytest.mark.skipif(bool(MISSING), reason=MISSING)
@@ -54,7 +54,13 @@ class Node:
 
 
 def warm(node: Any, coordination: Coordination | None, **options: Any) -> WarmUp:
-    return WarmUp(node, PROMPTS, coordination, CLOCK, **{"settle": node.settle, **options})
+    """`options`: fields of `NodeCallbacks` and `WarmLimits`, and `on_result`."""
+    callbacks = {"settle": node.settle} | {
+        name: options.pop(name) for name in ("settle", "used_bytes") & options.keys()
+    }
+    on_result = options.pop("on_result", lambda result: None)
+    limits = WarmLimits(**options)
+    return WarmUp(node, PROMPTS, coordination, CLOCK, NodeCallbacks(**callbacks), limits, on_result)
 
 
 def whats(work: WarmUp) -> list[str]:
@@ -116,7 +122,7 @@ def test_what_did_not_reach_the_fleet_is_not_said_to_be_there(boards: Callable[[
 
 
 def test_without_a_server_each_is_alone(boards: Callable[[], Coordination]) -> None:
-    away = Coordination(Redis(enabled=True, url="redis://127.0.0.1:1/0", timeout_s=0.2))
+    away = Coordination(RedisSettings(enabled=True, url="redis://127.0.0.1:1/0", timeout_s=0.2))
     for coordination in (None, away):
         work = warm(Node(Fleet()), coordination)
         work.run()
@@ -155,7 +161,7 @@ def test_a_defect_ends_it_and_it_is_ready(boards: Callable[[], Coordination]) ->
 
 def test_limits_on_bytes_and_on_time(boards: Callable[[], Coordination]) -> None:
     node = Node(Fleet())
-    work = warm(node, boards(), held=lambda: 100 * node.asked, max_bytes=250)
+    work = warm(node, boards(), used_bytes=lambda: 100 * node.asked, max_bytes=250)
     work.run()
     assert whats(work) == ["computed"] * 3 + ["left"] * 3
     late = warm(Node(Fleet()), boards(), patience_s=0.0)
@@ -173,7 +179,7 @@ def test_stopped_it_ends_behind_the_prompt_under_way(boards: Callable[[], Coordi
 
 def test_a_server_that_goes_in_the_middle_leaves_each_alone() -> None:
     server = Server()
-    coordination = Coordination(Redis(enabled=True, url=server.tcp, timeout_s=20))
+    coordination = Coordination(RedisSettings(enabled=True, url=server.tcp, timeout_s=20))
     try:
         work = warm(Node(Fleet()), coordination, on_result=lambda step: server.stop() if step.number == 2 else None)
         work.run()
@@ -185,7 +191,7 @@ def test_a_server_that_goes_in_the_middle_leaves_each_alone() -> None:
 
 def test_a_server_that_hangs_midway_delays_no_node_for_long() -> None:
     server = Server()
-    coordination = Coordination(Redis(enabled=True, url=server.tcp, timeout_s=3))
+    coordination = Coordination(RedisSettings(enabled=True, url=server.tcp, timeout_s=3))
     try:
         work = warm(Node(Fleet()), coordination, on_result=lambda step: server.pause() if step.number == 2 else None)
         work.run()

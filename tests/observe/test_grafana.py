@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from kvcache.observe.dashboards import SECTIONS, alerts, dashboard, prometheus_name, rules
+from kvcache.observe.dashboards import ALERTS, SECTIONS, dashboard, prometheus_name, rules
 from kvcache.observe.exporter import exposition
 from kvcache.observe.metrics import METRICS
 
@@ -90,9 +90,9 @@ def missing(wanted: Any, found: Any, at: str = "") -> list[str]:
 
 
 def test_alerts_speak_of_metrics_that_there_are() -> None:
-    names = [alert.name for alert in alerts()]
+    names = [alert.name for alert in ALERTS]
     assert len(set(names)) == len(names)
-    for alert in alerts():
+    for alert in ALERTS:
         found = set(re.findall(r"kvcache_\w+", alert.query))
         assert found
         assert found <= {prometheus_name(metric) for metric in METRICS}
@@ -105,7 +105,7 @@ def test_alerts_speak_of_metrics_that_there_are() -> None:
 def test_prometheus_reads_the_rules() -> None:
     done = subprocess.run([str(PROMTOOL), "check", "rules", str(RULES)], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert f"{len(alerts())} rules found" in done.stdout
+    assert f"{len(ALERTS)} rules found" in done.stdout
 
 
 @pytest.mark.skipif(PROMTOOL is None, reason=NO_PROMTOOL)
@@ -122,7 +122,7 @@ def test_the_rules_call_when_they_should_and_not_before(tmp_path: Path) -> None:
         'kvcache_load_failures_total{instance="b", outcome="late"}': "0+1x60",
         'kvcache_loaded_blocks_total{instance="b", tier="host"}': "0+1000x60",
     }
-    means = {alert.name: alert for alert in alerts()}
+    means = {alert.name: alert for alert in ALERTS}
     expected = [
         ("KVCacheTierInTrouble", "12m", []),
         ("KVCacheTierInTrouble", "18m", [{"instance": "a", "tier": "nvme"}]),

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from kvcache.os_env import OsEnv
+from kvcache.settings.tiers import NvmeSettings, ObjectSettings
 from kvcache.testing.tier import Clock
 from kvcache.tier.nvme import NvmeTier
 from kvcache.tier.object import ObjectTier
@@ -22,8 +23,8 @@ def store(tmp_path: Path) -> Iterator[Open]:
 
     def open_tier(**settings: Any) -> NvmeTier:
         settings = {"capacity_bytes": 4 * MIB, "segment_bytes": MIB // 4, "min_free_bytes": 0, **settings}
-        settings.setdefault("os_env", OsEnv(executor=inline))
-        opened.append(NvmeTier(str(tmp_path / "store"), **settings))
+        os_env = settings.pop("os_env", OsEnv(executor=inline))
+        opened.append(NvmeTier(str(tmp_path / "store"), NvmeSettings(**settings), os_env=os_env))
         return opened[-1]
 
     yield open_tier
@@ -39,8 +40,9 @@ def opened(tmp_path: Path) -> Iterator[OpenObjects]:
     tiers: list[ObjectTier] = []
 
     def open_tier(**settings: Any) -> ObjectTier:
-        given = {"url": f"file://{tmp_path}/store", "os_env": OsEnv(clock=Clock()), "refresh_s": 1e9, "timeout_s": 60}
-        tiers.append(ObjectTier(**{**given, **settings}))
+        given = {"url": f"file://{tmp_path}/store", "refresh_s": 1e9, "timeout_s": 60}
+        os_env = settings.pop("os_env", OsEnv(clock=Clock()))
+        tiers.append(ObjectTier(ObjectSettings().model_copy(update={**given, **settings}), os_env))
         return tiers[-1]
 
     yield open_tier

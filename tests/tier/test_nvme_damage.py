@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from kvcache.block.record import Address, header_area, record_bytes, seal
 from kvcache.os_env import OsEnv
+from kvcache.settings.tiers import NvmeSettings
 from kvcache.testing.tier import Clock
 from kvcache.tier.breaker import CircuitBreaker
 from kvcache.tier.nvme import NvmeTier
@@ -29,10 +30,7 @@ def test_a_changed_byte_is_a_miss(tmp_path_factory: pytest.TempPathFactory, data
     path = tmp_path_factory.mktemp("flip")
     tier = NvmeTier(
         str(path / "store"),
-        capacity_bytes=4 * MIB,
-        segment_bytes=MIB // 4,
-        durability="none",
-        min_free_bytes=0,
+        NvmeSettings(capacity_bytes=4 * MIB, segment_bytes=MIB // 4, durability="none", min_free_bytes=0),
         os_env=OsEnv(executor=inline),
     )
     blocks = chain(3)

@@ -13,6 +13,8 @@ import pytest
 
 from kvcache.errors import ConfigError, StoreError
 from kvcache.os_env import Disk, File, LocalDisk, OsEnv
+from kvcache.settings.sources import load
+from kvcache.settings.tiers import NvmeSettings
 from kvcache.tier.nvme import NvmeTier, open_drives
 from kvcache.tier.nvme.drives import MultiDriveTier
 from kvcache.tier.nvme.store import SUSPECT_AFTER_RECORDS
@@ -54,11 +56,10 @@ def drives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Open]:
     opened: list[MultiDriveTier] = []
 
     def open_them(*names: str, disk: Disk | None = None, **settings: Any) -> MultiDriveTier:
-        tier = open_drives(
-            [f"./{name}" for name in names or NAMES],
-            **{"capacity_bytes": 12 * MIB, "segment_bytes": MIB // 4, "min_free_bytes": 0, **settings},
-            os_env=OsEnv(disk=disk or LocalDisk(), executor=inline),
-        )
+        given = {"capacity_bytes": 12 * MIB, "segment_bytes": MIB // 4, "min_free_bytes": 0, **settings}
+        paths = {"paths": [f"./{name}" for name in names or NAMES]}  # validation would make them absolute
+        os_env = OsEnv(disk=disk or LocalDisk(), executor=inline)
+        tier = open_drives(NvmeSettings(**given).model_copy(update=paths), os_env=os_env)
         assert isinstance(tier, MultiDriveTier)
         opened.append(tier)
         return tier
@@ -195,9 +196,8 @@ def test_cancelling_reaches_every_drive(drives: Open) -> None:
 
 def test_what_makes_no_sense_is_refused(tmp_path: Path) -> None:
     one = str(tmp_path / "one")
-    for paths in ([], [one, one]):
-        with pytest.raises(ConfigError, match=r"nvme.paths = .*each once"):
-            open_drives(paths, capacity_bytes=4 * MIB)
+    with pytest.raises(ConfigError, match=r"nvme.paths = .*each once"):
+        load(None, nvme={"paths": [one, one]})
 
 
 def test_a_directory_of_another_process_is_refused_not_left_out(tmp_path: Path, drives: Open) -> None:
@@ -208,7 +208,7 @@ def test_a_directory_of_another_process_is_refused_not_left_out(tmp_path: Path, 
 
 
 def test_one_directory_is_a_tier_by_itself(tmp_path: Path) -> None:
-    tier = open_drives([str(tmp_path / "one")], capacity_bytes=4 * MIB, min_free_bytes=0)
+    tier = open_drives(NvmeSettings(paths=[str(tmp_path / "one")], capacity_bytes=4 * MIB, min_free_bytes=0))
     assert isinstance(tier, NvmeTier)
     tier.close()
     assert NOT_FOUND is Outcome.NOT_FOUND

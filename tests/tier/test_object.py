@@ -17,6 +17,7 @@ from xxhash import xxh3_64_digest
 from kvcache.block.record import Address, RecordError, expiry_field, read_header, seal
 from kvcache.errors import ConfigError
 from kvcache.os_env import OsEnv
+from kvcache.settings.sources import load
 from kvcache.testing.tier import PAYLOAD_BYTES, Clock, chain, intact, record, write
 from kvcache.tier.object import ObjectTier
 from kvcache.tier.object import manifest as module
@@ -340,5 +341,5 @@ def test_names() -> None:
 )
 def test_settings_that_make_no_sense(settings: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError, match=said) as caught:
-        ObjectTier(**settings)
+        ObjectTier(load(None, object=settings).object)
     assert "secret" not in str(caught.value)

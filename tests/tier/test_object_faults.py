@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from kvcache.os_env import OsEnv
+from kvcache.settings.tiers import ObjectSettings
 from kvcache.testing.tier import Clock, chain, intact, record, write
 from kvcache.tier.object import ObjectTier
 from kvcache.tier.tier import Outcome
@@ -44,7 +45,7 @@ def tier(gate: Gate, clock: Clock) -> Iterator[ObjectTier]:
 
 def through(gate: Gate, clock: Clock, prefix: str, **settings: Any) -> ObjectTier:
     given = {**shared("seaweedfs").settings, "endpoint": gate.endpoint, "timeout_s": 60, **settings}
-    return ObjectTier(**given, prefix=prefix, os_env=OsEnv(clock=clock))
+    return ObjectTier(ObjectSettings(**given, prefix=prefix), os_env=OsEnv(clock=clock))
 
 
 def read(tier: ObjectTier, blocks: Any) -> tuple[Outcome, ...]:
@@ -245,7 +246,7 @@ def test_what_comes_cut_or_is_something_else_is_never_a_hit(
 
 def test_a_store_that_is_not_there(clock: Clock) -> None:
     settings = {**shared("seaweedfs").settings, "endpoint": "http://127.0.0.1:9", "timeout_s": 60}
-    tier = ObjectTier(**settings, os_env=OsEnv(clock=clock))
+    tier = ObjectTier(ObjectSettings(**settings), os_env=OsEnv(clock=clock))
     try:
         blocks = chain(2)
         for _ in range(3):
@@ -258,7 +259,8 @@ def test_a_store_that_is_not_there(clock: Clock) -> None:
 
 def test_a_bucket_that_is_not_there(clock: Clock) -> None:
     tier = ObjectTier(
-        **{**shared("seaweedfs").settings, "url": "s3://nowhere", "timeout_s": 60}, os_env=OsEnv(clock=clock)
+        ObjectSettings(**{**shared("seaweedfs").settings, "url": "s3://nowhere", "timeout_s": 60}),
+        os_env=OsEnv(clock=clock),
     )
     try:
         assert set(read(tier, chain(2))) <= {NOT_FOUND, FAILED}

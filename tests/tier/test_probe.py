@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from kvcache.os_env import Executor, InlineExecutor, OsEnv, ThreadExecutor
+from kvcache.settings.tiers import ObjectSettings, RedisSettings
 from kvcache.testing.tier import Clock, chain, intact, record, write
 from kvcache.tier.object import ObjectTier
 from kvcache.tier.redis import RedisTier
@@ -59,7 +60,7 @@ def failed(tier: Tier, threads: Threads) -> None:
 
 def test_nvme(store: Open) -> None:
     disk, clock, threads = SimDisk(0), Clock(), Threads("nvme")
-    tier = store(env=OsEnv(disk=disk, clock=clock, executor=threads))
+    tier = store(os_env=OsEnv(disk=disk, clock=clock, executor=threads))
     disk.fails = {"write": (1.0, errno.EIO)}
     failed(tier, threads)
     assert tier.counters["breaker_opened"] == 1
@@ -87,7 +88,7 @@ def test_redis(values: redis.Server) -> None:
     proxy, clock, threads = Proxy(values.port), Clock(), Threads("redis")
     with ExitStack() as stack:
         stack.callback(proxy.end)
-        tier = RedisTier(proxy.url, timeout_s=60, os_env=OsEnv(clock=clock, executor=threads))
+        tier = RedisTier(RedisSettings(url=proxy.url, timeout_s=60), os_env=OsEnv(clock=clock, executor=threads))
         stack.callback(tier.close)
         proxy.drop = True
         failed(tier, threads)
@@ -109,7 +110,7 @@ def test_redis(values: redis.Server) -> None:
 @needs_redis
 def test_redis_that_refused_only_writes(values: redis.Server) -> None:
     clock, threads = Clock(), Threads("redis")
-    tier = RedisTier(values.tcp, timeout_s=60, os_env=OsEnv(clock=clock, executor=threads))
+    tier = RedisTier(RedisSettings(url=values.tcp, timeout_s=60), os_env=OsEnv(clock=clock, executor=threads))
     try:
         values.client.replicaof("127.0.0.1", "1")
         failed(tier, threads)
@@ -145,9 +146,9 @@ def admission() -> Iterator[Door]:
     made.end()
 
 
-def objects(admission: Door, port: OsEnv, prefix: str, **settings: Any) -> ObjectTier:
+def objects(admission: Door, os_env: OsEnv, prefix: str, **settings: Any) -> ObjectTier:
     given = {**shared("seaweedfs").settings, "endpoint": admission.endpoint, "timeout_s": 60, **settings}
-    return ObjectTier(**given, prefix=prefix, port=port)
+    return ObjectTier(ObjectSettings().model_copy(update={**given, "prefix": prefix}), os_env)
 
 
 @needs_objects

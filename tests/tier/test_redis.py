@@ -12,6 +12,8 @@ import pytest
 from kvcache.block.layout import Shard
 from kvcache.block.record import Address, read_header
 from kvcache.errors import ConfigError
+from kvcache.settings.sources import load
+from kvcache.settings.tiers import RedisSettings
 from kvcache.tier.redis import RedisTier
 from kvcache.tier.redis.keys import KeyNames, part_key
 from kvcache.tier.tier import Outcome
@@ -43,7 +45,7 @@ def client(server: Server) -> Any:
 
 @pytest.fixture(params=["tcp", "unix"])
 def tier(request: pytest.FixtureRequest, server: Server, client: Any) -> Iterator[RedisTier]:
-    tier = RedisTier(getattr(server, request.param), part_bytes=512 * KIB)
+    tier = RedisTier(RedisSettings(url=getattr(server, request.param), part_bytes=512 * KIB))
     yield tier
     tier.close()
 
@@ -65,7 +67,7 @@ def test_vectors(vector: dict[str, Any], server: Server, client: Any) -> None:
     identity = (bytes.fromhex(given[name]) for name in ("namespace", "signature", "parent"))
     address = Address(*identity, given["group"], Shard(*given["shard"]))
     client.mset(values)
-    tier = RedisTier(server.unix, part_bytes=vector["part_bytes"])
+    tier = RedisTier(RedisSettings(url=server.unix, part_bytes=vector["part_bytes"]))
     into = buffer(row["decoded_bytes"])
     assert tier.read([address], [into]) == (DONE,)
     assert bytes(into[1][: len(body)]) == body
@@ -91,10 +93,10 @@ def test_a_long_record_goes_in_parts_that_all_expire(tier: RedisTier, client: An
 
 def test_a_short_record_stays_unless_told_otherwise(server: Server, client: Any) -> None:
     one, other = chain(2)
-    tier = RedisTier(server.unix)
+    tier = RedisTier(RedisSettings(url=server.unix))
     tier.write([one], [record(one)])
     tier.close()
-    tier = RedisTier(server.unix, expire_s=500)
+    tier = RedisTier(RedisSettings(url=server.unix, expire_s=500))
     tier.write([other], [record(other)])
     tier.close()
     assert client.ttl(key(one)) == -1
@@ -276,13 +278,16 @@ def test_cycles_leave_nothing_behind(tier: RedisTier, client: Any) -> None:
 )
 def test_settings_that_make_no_sense(given: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError, match=said) as caught:
-        RedisTier(**{"url": "redis://localhost", **given})
+        RedisTier(load(None, redis={"url": "redis://localhost", **given}).redis)
     assert "secret" not in str(caught.value)
 
 
 def test_prefixes_stand_apart(server: Server, client: Any) -> None:
     (address,) = chain(1)
-    one, other = RedisTier(server.unix, prefix="one"), RedisTier(server.unix, prefix="other")
+    one, other = (
+        RedisTier(RedisSettings(url=server.unix, prefix="one")),
+        RedisTier(RedisSettings(url=server.unix, prefix="other")),
+    )
     one.write([address], [record(address)])
     assert one.contains([address]) + other.contains([address]) == (DONE, NOT_FOUND)
     assert list(other.scan()) == []

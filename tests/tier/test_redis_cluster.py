@@ -12,6 +12,7 @@ import pytest
 from redis.crc import key_slot
 
 from kvcache.block.record import read_header
+from kvcache.settings.tiers import RedisSettings
 from kvcache.tier.redis import RedisTier, pool
 from kvcache.tier.redis.keys import KeyNames, part_key
 from kvcache.tier.tier import Outcome
@@ -60,13 +61,15 @@ def alone() -> Iterator[Proxy]:
 @pytest.fixture
 def behind(alone: Proxy) -> Iterator[RedisTier]:
     alone.well()
-    tier = RedisTier(alone.url, mode="cluster", connections=1, timeout_s=10)
+    tier = RedisTier(RedisSettings(url=alone.url, mode="cluster", connections=1, timeout_s=10))
     yield tier
     tier.close()
 
 
 def open_tier(cluster: Cluster, **settings: Any) -> RedisTier:
-    return RedisTier(cluster.url, mode="cluster", part_bytes=256 << 10, **{"timeout_s": 10, **settings})
+    return RedisTier(
+        RedisSettings(url=cluster.url, mode="cluster", part_bytes=256 << 10, **{"timeout_s": 10, **settings})
+    )
 
 
 def read(tier: RedisTier, blocks: list[Any]) -> tuple[Outcome, ...]:
@@ -324,7 +327,7 @@ def test_a_replica_takes_over() -> None:
 
 
 def test_no_server_is_there() -> None:
-    tier = RedisTier("redis://127.0.0.1:1,127.0.0.1:2/0", mode="cluster", timeout_s=0.2)
+    tier = RedisTier(RedisSettings(url="redis://127.0.0.1:1,127.0.0.1:2/0", mode="cluster", timeout_s=0.2))
     blocks = chain(3)
     for _ in range(6):
         assert set(read(tier, blocks)) <= MISS

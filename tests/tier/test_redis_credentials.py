@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from kvcache.os_env import OsEnv
+from kvcache.settings.tiers import RedisSettings
 from kvcache.testing.tier import Clock
 from kvcache.tier.redis import RedisTier
 from kvcache.tier.redis.connect import PASSWORD_VARIABLE
@@ -36,20 +37,18 @@ def guarded() -> Iterator[Server]:
     server.end()
 
 
-@pytest.mark.parametrize("way", ["url", "file", "environment"])
+@pytest.mark.parametrize("way", ["file", "environment"])
 def test_a_password_is_taken_and_never_shown(
     guarded: Server, way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.DEBUG)
     url, options = guarded.tcp, {}
-    if way == "url":
-        url = url.replace("//", f"//:{SECRET.replace(' ', '%20')}@")
-    elif way == "file":
+    if way == "file":
         (tmp_path / "password").write_text(f"{SECRET}\n")
         options = {"password_file": str(tmp_path / "password")}
     else:
         monkeypatch.setenv(PASSWORD_VARIABLE, SECRET)
-    tier = RedisTier(url, **options)  # type: ignore[arg-type]
+    tier = RedisTier(RedisSettings(url=url, **options))  # type: ignore[arg-type]
     (address,) = chain(1)
     assert tier.write([address], [record(address)]) == (DONE,)
     assert tier.remove([address]) == (DONE,)
@@ -60,20 +59,28 @@ def test_a_password_is_taken_and_never_shown(
 
 
 @pytest.mark.parametrize("password", ["", "wrong-and-secret"])
-def test_refused_to_come_in(guarded: Server, password: str, clock: Clock, caplog: pytest.LogCaptureFixture) -> None:
+def test_refused_to_come_in(
+    guarded: Server, password: str, clock: Clock, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     caplog.set_level(logging.DEBUG)
-    url = guarded.tcp.replace("//", f"//:{password}@") if password else guarded.tcp
-    tier = RedisTier(url, timeout_s=20, os_env=OsEnv(clock=clock))
+    monkeypatch.setenv(PASSWORD_VARIABLE, password)
+    tier = RedisTier(RedisSettings(url=guarded.tcp, timeout_s=20), os_env=OsEnv(clock=clock))
     assert until_open(tier, chain(1)[0]) == {FAILED}
     assert caplog.records
     assert "secret" not in caplog.text + repr(tier) + str(tier.counters)
     tier.close()
 
 
+def test_a_password_in_the_url_is_refused_and_not_shown() -> None:
+    with pytest.raises(ValueError, match="password_file") as caught:
+        RedisSettings(url=f"redis://:{SECRET}@127.0.0.1/0")
+    assert SECRET not in str(caught.value)
+
+
 def test_a_password_file_that_is_not_there(guarded: Server, tmp_path: Path, clock: Clock) -> None:
     """A miss, until it is there: it is read for each connection, so a password can be changed."""
     where = tmp_path / "password"
-    tier = RedisTier(guarded.tcp, password_file=str(where), os_env=OsEnv(clock=clock))
+    tier = RedisTier(RedisSettings(url=guarded.tcp, password_file=str(where)), os_env=OsEnv(clock=clock))
     assert read(tier, chain(1)[0]) is FAILED
     where.write_text(SECRET)
     assert read(tier, chain(1)[0]) is NOT_FOUND

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from kvcache.os_env import OsEnv
+from kvcache.settings.tiers import RedisSettings
 from kvcache.testing.tier import Clock
 from kvcache.tier.redis import RedisTier, pool
 from kvcache.tier.redis import tier as module
@@ -38,7 +39,7 @@ def clock() -> Clock:
 @pytest.fixture
 def tier(server: Server, clock: Clock) -> Iterator[RedisTier]:
     server.client.flushall()
-    tier = RedisTier(server.tcp, timeout_s=3, os_env=OsEnv(clock=clock))
+    tier = RedisTier(RedisSettings(url=server.tcp, timeout_s=3), os_env=OsEnv(clock=clock))
     yield tier
     tier.close()
 
@@ -53,7 +54,7 @@ def proxy(server: Server) -> Iterator[Proxy]:
 
 @pytest.fixture
 def behind(proxy: Proxy, clock: Clock) -> Iterator[RedisTier]:
-    tier = RedisTier(proxy.url, timeout_s=3, connections=1, os_env=OsEnv(clock=clock))
+    tier = RedisTier(RedisSettings(url=proxy.url, timeout_s=3, connections=1), os_env=OsEnv(clock=clock))
     yield tier
     tier.close()
 
@@ -106,7 +107,7 @@ def test_a_tiny_deadline_says_nothing_of_the_server(tier: RedisTier, clock: Cloc
 def test_closing_does_not_wait_for_a_hung_server(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_CLOSE_S", 0.05)
     server.client.flushall()
-    tier = RedisTier(server.tcp, timeout_s=200, connections=2)
+    tier = RedisTier(RedisSettings(url=server.tcp, timeout_s=200, connections=2))
     blocks = chain(600)
     assert set(tier.contains(blocks)) == {NOT_FOUND}
     server.pause()
@@ -150,7 +151,7 @@ def test_away_and_back(server: Server, tier: RedisTier, clock: Clock) -> None:
 def test_full(clock: Clock) -> None:
     """Writes find no room, are counted, stop for a while; reads go on; room lets them in again."""
     server = Server("--maxmemory", "4mb", "--maxmemory-policy", "noeviction")
-    tier = RedisTier(server.tcp, connections=1, os_env=OsEnv(clock=clock))
+    tier = RedisTier(RedisSettings(url=server.tcp, connections=1), os_env=OsEnv(clock=clock))
     try:
         blocks = chain(40)
         outcomes = [tier.write([address], [record(address, 300_000)])[0] for address in blocks]
@@ -173,7 +174,7 @@ def test_full(clock: Clock) -> None:
 
 def test_a_long_record_that_does_not_fit_leaves_nothing(clock: Clock) -> None:
     server = Server("--maxmemory", "4mb", "--maxmemory-policy", "noeviction")
-    tier = RedisTier(server.tcp, part_bytes=256 << 10, os_env=OsEnv(clock=clock))
+    tier = RedisTier(RedisSettings(url=server.tcp, part_bytes=256 << 10), os_env=OsEnv(clock=clock))
     try:
         (address,) = chain(1)
         assert tier.write([address], [record(address, 8 << 20)]) == (Outcome.NO_CAPACITY,)
@@ -185,7 +186,7 @@ def test_a_long_record_that_does_not_fit_leaves_nothing(clock: Clock) -> None:
 
 def test_the_server_evicts_as_it_likes() -> None:
     server = Server("--maxmemory", "6mb", "--maxmemory-policy", "allkeys-random")
-    tier = RedisTier(server.unix, part_bytes=256 << 10)
+    tier = RedisTier(RedisSettings(url=server.unix, part_bytes=256 << 10))
     try:
         blocks = chain(16)
         for address in blocks:
@@ -331,7 +332,9 @@ def test_hangs_up_at_once(proxy: Proxy, behind: RedisTier, clock: Clock) -> None
 
 
 def test_not_tls(server: Server, clock: Clock) -> None:
-    tier = RedisTier(server.tcp.replace("redis:", "rediss:"), timeout_s=0.5, os_env=OsEnv(clock=clock))
+    tier = RedisTier(
+        RedisSettings(url=server.tcp.replace("redis:", "rediss:"), timeout_s=0.5), os_env=OsEnv(clock=clock)
+    )
     assert until_open(tier, chain(1)[0]) <= {FAILED, TIMED_OUT}
     tier.close()
 

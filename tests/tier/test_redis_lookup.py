@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvcache.os_env import OsEnv
+from kvcache.settings.tiers import RedisSettings
 from kvcache.testing.tier import Clock
 from kvcache.tier.redis import RedisTier, lookup
 from kvcache.tier.redis.keys import KeyNames
@@ -38,7 +39,7 @@ def clock() -> Clock:
 @pytest.fixture
 def tier(server: Server, clock: Clock) -> Iterator[RedisTier]:
     server.client.flushall()
-    tier = RedisTier(server.tcp, os_env=OsEnv(clock=clock))
+    tier = RedisTier(RedisSettings(url=server.tcp), os_env=OsEnv(clock=clock))
     yield tier
     tier.close()
 
@@ -104,7 +105,7 @@ def test_another_connection_remembers_nothing(server: Server, tier: RedisTier) -
 def test_without_tracking_it_is_remembered_for_a_moment(server: Server, clock: Clock) -> None:
     server.client.flushall()
     server.client.execute_command("ACL", "SETUSER", "plain", "on", "nopass", "~*", "+@all", "-client")
-    tier = RedisTier(server.tcp, username="plain", os_env=OsEnv(clock=clock))
+    tier = RedisTier(RedisSettings(url=server.tcp, username="plain"), os_env=OsEnv(clock=clock))
     try:
         told(tier, 0)
         put(server, 0, 10)
@@ -129,7 +130,7 @@ def test_it_is_bounded(server: Server, tier: RedisTier, monkeypatch: pytest.Monk
 def test_whatever_changes_the_answer_is_that_of_the_server(server: Server, steps: list[tuple[str, int, int]]) -> None:
     """Against a plain set: as long as there is no hole, the end is exact; what is remembered never shows."""
     server.client.flushall()
-    tier: Any = TIERS.setdefault(server.port, RedisTier(server.unix))
+    tier: Any = TIERS.setdefault(server.port, RedisTier(RedisSettings(url=server.unix)))
     held = 0
     for what, at, _ in steps:
         if what == "put" and at > held:

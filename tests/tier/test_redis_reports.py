@@ -17,6 +17,7 @@ import pytest
 
 import kvcache
 from kvcache.block.record import read_header
+from kvcache.settings.tiers import RedisSettings
 from kvcache.tier.redis import RedisTier
 from kvcache.tier.redis import tier as module
 from kvcache.tier.redis.keys import KeyNames
@@ -48,7 +49,7 @@ def server() -> Iterator[Server]:
 def tier(server: Server) -> Iterator[RedisTier]:
     server.client.config_set("maxmemory", 64 << 20)
     server.client.flushall()
-    tier = RedisTier(server.tcp, timeout_s=20)
+    tier = RedisTier(RedisSettings(url=server.tcp, timeout_s=20))
     yield tier
     tier.close()
 
@@ -99,7 +100,7 @@ def test_19_a_restart_of_the_server_costs_no_call(tier: RedisTier, server: Serve
 def test_21_closing_ends(server: Server, state: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_CLOSE_S", 0.05)
     proxy = Proxy(server.port)
-    tier = RedisTier(proxy.url, timeout_s=300)
+    tier = RedisTier(RedisSettings(url=proxy.url, timeout_s=300))
     blocks = chain(4)
     write(tier, blocks)
     proxy.hang = state == "hung"
@@ -135,7 +136,7 @@ def test_22_one_question_for_512_keys_is_one_round_trip(tier: RedisTier, server:
 
 
 def test_22_a_stalled_server_is_a_miss_within_the_time_and_trips_the_breaker(server: Server) -> None:
-    tier = RedisTier(server.tcp, timeout_s=0.1)
+    tier = RedisTier(RedisSettings(url=server.tcp, timeout_s=0.1))
     blocks = chain(2)
     write(tier, blocks)
     server.pause()
@@ -202,7 +203,7 @@ def test_26_a_server_that_is_full_evicts_and_goes_on(tier: RedisTier, server: Se
 
 def test_26b_one_failed_write_is_counted_and_is_a_miss(server: Server) -> None:
     full = Server("--maxmemory", "3mb", "--maxmemory-policy", "noeviction")
-    tier = RedisTier(full.tcp)
+    tier = RedisTier(RedisSettings(url=full.tcp))
     try:
         large = chain(2)
         outcomes = [tier.write([address], [record(address, 900_000)])[0] for address in large]

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from kvcache.settings.tiers import RedisSettings
 from kvcache.tier.redis import RedisTier
 from kvcache.tier.tier import Outcome
 from tests.peer.fleet import Sentinels, until
@@ -41,19 +42,21 @@ def others(request: pytest.FixtureRequest) -> Iterator[Sentinels]:
 
 
 def open_tier(sentinels: Sentinels, **settings: Any) -> RedisTier:
-    return RedisTier(sentinels.url, mode="sentinel", master=Sentinels.NAME, **{"timeout_s": 10, **settings})
+    return RedisTier(
+        RedisSettings(url=sentinels.url, mode="sentinel", master=Sentinels.NAME, **{"timeout_s": 10, **settings})
+    )
 
 
 def test_some_sentinels_are_gone(sentinels: Sentinels) -> None:
     url = f"redis://127.0.0.1:1,127.0.0.1:2,127.0.0.1:{sentinels.ports[0]}/0"
-    tier = RedisTier(url, mode="sentinel", master=Sentinels.NAME, timeout_s=20)
+    tier = RedisTier(RedisSettings(url=url, mode="sentinel", master=Sentinels.NAME, timeout_s=20))
     assert write(tier, chain(3)) == (DONE,) * 3
     assert read(tier, chain(3)) == (DONE,) * 3
     tier.close()
 
 
 def test_a_master_that_no_sentinel_knows(sentinels: Sentinels) -> None:
-    tier = RedisTier(sentinels.url, mode="sentinel", master="another", timeout_s=20)
+    tier = RedisTier(RedisSettings(url=sentinels.url, mode="sentinel", master="another", timeout_s=20))
     for _ in range(4):
         assert set(read(tier, chain(2))) <= MISS
     assert tier.breaker == "open"

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from kvcache.settings.tiers import RedisSettings
 from kvcache.tier.redis import RedisTier
 from kvcache.tier.redis.keys import KeyNames
 from kvcache.tier.tier import Outcome
@@ -31,7 +32,7 @@ def server(request: pytest.FixtureRequest) -> Iterator[Server]:
 @pytest.mark.parametrize("way", ["tcp", "unix"])
 def test_everything(server: Server, way: str) -> None:
     server.client.flushall()
-    tier = RedisTier(getattr(server, way), part_bytes=256 << 10)
+    tier = RedisTier(RedisSettings(url=getattr(server, way), part_bytes=256 << 10))
     blocks = chain(40)
     large = chain(2, seed=1)
     into = [buffer(LONG) for _ in large]
@@ -59,7 +60,7 @@ def test_everything(server: Server, way: str) -> None:
 def test_the_server_tells_what_changed(server: Server) -> None:
     """Client tracking, which all of them have: a hole that is filled is seen at once, though it was remembered."""
     server.client.flushall()
-    asking, writing = RedisTier(server.unix), RedisTier(server.tcp)
+    asking, writing = RedisTier(RedisSettings(url=server.unix)), RedisTier(RedisSettings(url=server.tcp))
     blocks = chain(20)
     until(lambda: asking.match_prefix(blocks).result(10) == 0, "it was told")
     write(writing, blocks[:7])

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from kvcache.block.record import KEYED_DIGEST, read_header, with_field
+from kvcache.settings.tiers import RedisSettings
 from kvcache.tier.redis import RedisTier
 from kvcache.tier.redis.keys import KeyNames
 from kvcache.tier.tier import Outcome
@@ -36,7 +37,7 @@ def signing(server: Server, tmp_path: Path) -> Iterator[Any]:
         file = tmp_path / f"keys-{len(opened)}"
         file.write_text("\n".join(key.hex() for key in keys))
         named = {"signing_key_file": str(file)} if keys else {}
-        opened.append(RedisTier(server.unix, part_bytes=256 << 10, **named))  # type: ignore[arg-type]
+        opened.append(RedisTier(RedisSettings(url=server.unix, part_bytes=256 << 10, **named)))  # type: ignore[arg-type]
         return opened[-1]
 
     yield open_tier

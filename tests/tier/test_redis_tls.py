@@ -12,6 +12,7 @@ import pytest
 
 from kvcache.errors import ConfigError
 from kvcache.os_env import OsEnv
+from kvcache.settings.tiers import RedisSettings
 from kvcache.testing.tier import Clock
 from kvcache.tier.redis import RedisTier
 from kvcache.tier.redis.connect import PASSWORD_VARIABLE
@@ -41,7 +42,7 @@ class Encrypted:
     other_ca: Path
 
     def open(self, **settings: Any) -> RedisTier:
-        return RedisTier(self.url, **{"tls_ca_file": str(self.ca), "timeout_s": 20, **settings})
+        return RedisTier(RedisSettings(url=self.url, **{"tls_ca_file": str(self.ca), "timeout_s": 20, **settings}))
 
 
 @pytest.fixture(scope="module")
@@ -101,7 +102,7 @@ def test_who_is_not_trusted_gets_nothing(encrypted: Encrypted, wrong: str, caplo
     else:
         url = url.replace("rediss:", "redis:")
     settings = {} if wrong == "plain" else {"tls_ca_file": str(ca)}
-    tier = RedisTier(url, **settings, timeout_s=20, os_env=OsEnv(clock=clock))  # type: ignore[arg-type]
+    tier = RedisTier(RedisSettings(url=url, **settings, timeout_s=20), os_env=OsEnv(clock=clock))  # type: ignore[arg-type]
     assert until_open(tier, chain(1)[0]) == {FAILED}
     assert caplog.records
     assert encrypted.server.client.dbsize() == 0
@@ -110,7 +111,7 @@ def test_who_is_not_trusted_gets_nothing(encrypted: Encrypted, wrong: str, caplo
 
 def test_files_of_tls_want_tls() -> None:
     with pytest.raises(ConfigError, match="rediss"):
-        RedisTier("redis://localhost", tls_ca_file="/somewhere")
+        RedisTier(RedisSettings(url="redis://localhost", tls_ca_file="/somewhere"))
 
 
 def test_a_user_with_the_rights_that_the_page_names(

@@ -191,9 +191,10 @@ def test_returning_sessions_never_see_anothers_content(tmp_path: Path, request: 
         thread.join()
     assert faults == []
     assert min(came) > 0
-    assert cache.flush(60)
+    report = cache.flush(60)  # the pool is too small for all, so that it may refuse some
+    assert (report.fault, report.tiers["nvme"].waiting, report.tiers["nvme"].synced) == ("", 0, True)
     assert cache.check() == []
-    assert cache.close()
+    assert cache.close().fault == ""
 
 
 # rows 7, 8, 10

@@ -131,7 +131,7 @@ def test_with_nvcc(file: str, tmp_path: Path, request: pytest.FixtureRequest) ->
 
 
 def test_sources_are_found_where_a_wheel_puts_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    root = Path(kernels.__file__).parents[2]
+    root = Path(kernels.__file__).parents[3]
     for part in ("cuda", "layout"):
         shutil.copytree(root / "csrc" / part, tmp_path / "kvcache" / "csrc" / part)
     before = {file: source(file) for file in FILES}

@@ -117,8 +117,8 @@ PROBE_BYTES = 1 << 20
 
 def check_redis(settings: Settings) -> Iterator[Finding]:
     """Check Redis with one record of 1 MiB under a separate prefix, and remove it."""
-    given = settings.redis.model_dump(exclude={"enabled", "write"})
-    with closing(RedisTier(**{**given, "prefix": f"{settings.redis.prefix[:57]}:doctor"})) as tier:
+    probe = settings.redis.model_copy(update={"prefix": f"{settings.redis.prefix[:57]}:doctor"})
+    with closing(RedisTier(probe)) as tier:
         began = perf_counter()
         policies = tier.policies()
         milliseconds = 1000 * (perf_counter() - began)
@@ -169,8 +169,8 @@ def round_trip(tier: Tier, remedy: str) -> Finding:
 
 def check_bucket(settings: Settings) -> Iterator[Finding]:
     """Check the object store with one record of 1 MiB under a separate prefix, and remove it."""
-    given = settings.object.model_dump(exclude={"enabled", "write"})
-    with closing(ObjectTier(**{**given, "prefix": f"{settings.object.prefix}/doctor"})) as tier:
+    probe = settings.object.model_copy(update={"prefix": f"{settings.object.prefix}/doctor"})
+    with closing(ObjectTier(probe)) as tier:
         faults = "object.url, object.endpoint and the credentials, which must allow to list, get, put and delete"
         yield round_trip(tier, f"look at {faults}; until then everything there is a miss")
 

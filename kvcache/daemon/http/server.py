@@ -17,7 +17,7 @@ from kvcache.daemon.server.server import Daemon
 from kvcache.daemon.server.tcp import is_loopback
 from kvcache.errors import ConfigError, StoreError
 from kvcache.log import logger
-from kvcache.settings.service import MAX_HTTP_CONNECTIONS, Http
+from kvcache.settings.service import MAX_HTTP_CONNECTIONS, HttpSettings
 
 MAX_CONCURRENT_REQUESTS = 64
 """Most connections and requests at a time.
@@ -30,7 +30,7 @@ HEADER_TIMEOUT_S = 10.0
 """For a request's header to arrive."""
 
 
-def bind_listener(settings: Http) -> socket.socket:
+def bind_listener(settings: HttpSettings) -> socket.socket:
     """Return a socket bound as the settings say; StoreError where that fails."""
     named = f"http.host = {settings.host!r}, http.port = {settings.port}"
     try:
@@ -49,13 +49,13 @@ def bind_listener(settings: Http) -> socket.socket:
     return listener
 
 
-def page_url(settings: Http, port: int) -> str:
+def page_url(settings: HttpSettings, port: int) -> str:
     """Return the page's URL."""
     host = f"[{settings.host}]" if ":" in settings.host else settings.host
     return f"{'https' if settings.tls_cert_file else 'http'}://{host}:{port}/"
 
 
-def check_tls(settings: Http) -> None:
+def check_tls(settings: HttpSettings) -> None:
     """Raise ConfigError where certificate and key cannot be used."""
     if not settings.tls_cert_file:
         if settings.tls_key_file:
@@ -103,7 +103,7 @@ class _HeaderTimeoutProtocol(H11Protocol):
             self._header_timer = None
 
 
-def start(app: Starlette, listener: socket.socket, settings: Http) -> Callable[[], None]:
+def start(app: Starlette, listener: socket.socket, settings: HttpSettings) -> Callable[[], None]:
     """Serve on a new thread; return the function that ends it. Takes ownership of the listener."""
     config = uvicorn.Config(
         app,
@@ -144,14 +144,14 @@ def start(app: Starlette, listener: socket.socket, settings: Http) -> Callable[[
 _log = logger("kvcache.daemon.http")
 
 
-def planned_url(settings: Http) -> str:
+def planned_url(settings: HttpSettings) -> str:
     """Return the page's URL for a dry run; ConfigError where certificate or key cannot be used."""
 
     check_tls(settings)
     return page_url(settings, settings.port)
 
 
-def http_listener(settings: Http, *, needed: bool = True) -> socket.socket | None:
+def http_listener(settings: HttpSettings, *, needed: bool = True) -> socket.socket | None:
     """Return the bound socket, so that a daemon without its port reports that before it opens anything.
 
     Where `needed` is False, a port that is taken is logged and None is returned: an engine waits for that daemon.
@@ -170,7 +170,9 @@ def http_listener(settings: Http, *, needed: bool = True) -> socket.socket | Non
         return None
 
 
-def serve_http(daemon: Daemon, listener: socket.socket, settings: Http, version: str) -> tuple[str, Callable[[], None]]:
+def serve_http(
+    daemon: Daemon, listener: socket.socket, settings: HttpSettings, version: str
+) -> tuple[str, Callable[[], None]]:
     """Start serving; return the page's URL and the function that ends it."""
     from kvcache.daemon.http.app import HttpApi
 

@@ -20,7 +20,7 @@ from kvcache.daemon.server.connection import RECEIVE_BUFFER, Connection
 from kvcache.daemon.tls import certificate_identities, client_context, server_context
 from kvcache.daemon.wire import Wire
 from kvcache.errors import AccessError, ConfigError, StoreError, UnreachableError
-from kvcache.settings.service import Daemon as Settings
+from kvcache.settings.service import DaemonSettings
 
 _BACKLOG = 512
 _KEEPALIVE_OPTIONS = (("TCP_KEEPIDLE", 10), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 4), ("TCP_USER_TIMEOUT", 30_000))
@@ -58,7 +58,7 @@ def enable_keepalive(connection: socket.socket) -> None:
 class TcpListener:
     """A listening socket, with TLS except on loopback; ConfigError for settings that are not allowed."""
 
-    def __init__(self, settings: Settings, admission: Admission, *, insecure: bool) -> None:
+    def __init__(self, settings: DaemonSettings, admission: Admission, *, insecure: bool) -> None:
         self.host, self.number = parse_host_port(settings.listen, "daemon.listen")
         self.context: ssl.SSLContext | None = None
         if insecure and not is_loopback(self.host):
@@ -111,7 +111,7 @@ class TcpListener:
         self.listener.close()
 
 
-def _check_authenticated(settings: Settings, admission: Admission) -> None:
+def _check_authenticated(settings: DaemonSettings, admission: Admission) -> None:
     if not settings.tls_cert_file:
         raise ConfigError(
             f"daemon.listen = {settings.listen!r} without TLS: give daemon.tls_cert_file and daemon.tls_key_file; or "

@@ -12,15 +12,15 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any
 
 import numpy as np
 from xxhash import xxh3_64_intdigest
 
 from kvcache.block.namespace import Owner
 from kvcache.block.record import Address
-from kvcache.errors import ClosedError, ConfigError, StoreError
+from kvcache.errors import ClosedError, StoreError
 from kvcache.os_env import OsEnv
+from kvcache.settings.tiers import NvmeSettings
 from kvcache.tier.io_queue import DeadlineTicket
 from kvcache.tier.nvme.restore_order import runs, scan
 from kvcache.tier.nvme.tier import NvmeTier
@@ -41,34 +41,32 @@ _log = logging.getLogger("kvcache.tier.nvme")
 
 
 def open_drives(
-    paths: Sequence[str],
-    *,
-    capacity_bytes: int,
-    queue_bytes: int = 256 << 20,
-    os_env: OsEnv | None = None,
-    **settings: Any,
+    settings: NvmeSettings, *, served_address: str = "", os_env: OsEnv | None = None
 ) -> NvmeTier | MultiDriveTier:
-    """Open the tier over these directories.
+    """Open the tier over the directories of `settings`, which share capacity and queue in equal parts.
 
     A drive that does not answer is left out until the next start and listed in `health_issues`, if another drive works.
 
     Args:
-        capacity_bytes, queue_bytes: divided equally among the directories.
-        settings: the other parameters of `NvmeTier`.
+        served_address: as in `NvmeTier`.
 
     Raises:
-        ConfigError: no path, or a path twice.
+        ConfigError: an equal part of the capacity is too small.
         StoreError: no directory can be used, or one is in use or holds something else.
     """
-    if len(set(paths)) != len(paths) or not paths:
-        raise ConfigError(f"nvme.paths = {', '.join(paths)!r}: expected directories, each once")
-    settings |= {"capacity_bytes": capacity_bytes // len(paths), "queue_bytes": max(1, queue_bytes // len(paths))}
+    paths = [str(path) for path in settings.directories]
+    of_drive = settings.model_copy(
+        update={
+            "capacity_bytes": settings.capacity_bytes // len(paths),
+            "queue_bytes": max(1, settings.queue_bytes // len(paths)),
+        }
+    )
     tiers: list[NvmeTier] = []
     health_issues: list[str] = []
     try:
         for path in paths:
             try:
-                tiers.append(NvmeTier(path, os_env=os_env, **settings))
+                tiers.append(NvmeTier(path, of_drive, served_address=served_address, os_env=os_env))
             except StoreError as error:
                 alone = path == paths[-1] and not tiers
                 if alone or not isinstance(error.__cause__, OSError):

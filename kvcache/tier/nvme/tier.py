@@ -49,7 +49,6 @@ can tear, reorder and fail it.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -58,6 +57,7 @@ from kvcache.block.namespace import Owner
 from kvcache.block.record import Address
 from kvcache.errors import ConfigError
 from kvcache.os_env import OsEnv
+from kvcache.settings.tiers import NvmeSettings
 from kvcache.tier.io_queue import Batch, QueuedTier
 from kvcache.tier.nvme.allocator import Allocator
 from kvcache.tier.nvme.catalog import Catalog, expirations, log
@@ -66,7 +66,7 @@ from kvcache.tier.nvme.inspect import audit, scrub, usage_by_namespace
 from kvcache.tier.nvme.restore_order import runs, scan
 from kvcache.tier.nvme.secure_erase import wipe
 from kvcache.tier.nvme.segment import MAX_IO_BYTES
-from kvcache.tier.nvme.store import Durability, Settle, Store
+from kvcache.tier.nvme.store import Settle, Store
 from kvcache.tier.tier import Op, Outcome, RecordFilter, ScrubReport, Usage
 
 _MIN_CAPACITY_BYTES = 768 << 10
@@ -99,37 +99,31 @@ class NvmeTier(QueuedTier):
     shared = False
 
     def __init__(
-        self,
-        path: str,
-        *,
-        capacity_bytes: int,
-        segment_bytes: int = 256 << 20,
-        durability: Durability = "batch",
-        threads: int = 4,
-        queue_bytes: int = 256 << 20,
-        min_free_bytes: int = 1 << 30,
-        served_address: str = "",
-        os_env: OsEnv | None = None,
+        self, path: str, settings: NvmeSettings, *, served_address: str = "", os_env: OsEnv | None = None
     ) -> None:
         """Open or create the store.
 
         Args:
+            path: the directory; those in `settings` are not used.
             served_address: where other processes reach this cache; shown to a process that wants the same directory.
         """
-        if capacity_bytes < _MIN_CAPACITY_BYTES:
-            raise ConfigError(f"nvme.capacity_bytes = {capacity_bytes}: expected at least {_MIN_CAPACITY_BYTES}")
-        if durability not in get_args(Durability):
-            raise ConfigError(f"nvme.durability = {durability!r}: expected one of {', '.join(get_args(Durability))}")
-        for setting, value in (("segment_bytes", segment_bytes), ("threads", threads), ("queue_bytes", queue_bytes)):
-            if value < 1:
-                raise ConfigError(f"nvme.{setting} = {value}: expected at least 1")
-        super().__init__(threads=threads, queue_bytes=queue_bytes, os_env=os_env, log=log, work_unit_bytes=MAX_IO_BYTES)
+        if settings.capacity_bytes < _MIN_CAPACITY_BYTES:
+            raise ConfigError(
+                f"nvme.capacity_bytes = {settings.capacity_bytes}: expected at least {_MIN_CAPACITY_BYTES}"
+            )
+        super().__init__(
+            threads=settings.threads,
+            queue_bytes=settings.queue_bytes,
+            os_env=os_env,
+            log=log,
+            work_unit_bytes=MAX_IO_BYTES,
+        )
         self.path = path
         self._store = Store(
             path,
-            allocator=Allocator(capacity_bytes, segment_bytes),
-            durability=durability,
-            floor_bytes=min_free_bytes,
+            allocator=Allocator(settings.capacity_bytes, settings.segment_bytes),
+            durability=settings.durability,
+            floor_bytes=settings.min_free_bytes,
             served_address=served_address,
             os_env=self._os_env,
         )

@@ -18,8 +18,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from kvcache.block.cipher import RecordSigner
 from kvcache.block.namespace import Owner
 from kvcache.block.record import Address
-from kvcache.errors import ConfigError
 from kvcache.os_env import OsEnv
+from kvcache.settings.tiers import ObjectSettings
 from kvcache.tier.breaker import CircuitBreaker
 from kvcache.tier.io_queue import Batch
 from kvcache.tier.object.bucket import Bucket, RefusedError, log, open_store
@@ -38,67 +38,46 @@ class ObjectTier(RemoteTier):
     """Records in an object store: S3 and compatible stores, Google Cloud Storage, Azure, or a directory.
 
     The constructor sends nothing to the store. An unreachable store is a miss until it answers.
-
-    Args:
-        url: `s3://BUCKET`, `gs://BUCKET`, `az://ACCOUNT/CONTAINER` or `file:///DIRECTORY`.
-        pack_bytes: Largest pack of records that are written together.
-        refresh_s: Least time between two listings of a namespace.
-        timeout_s: Time of a call without a deadline, and the most of a call with one.
     """
 
     name = "object"
 
-    def __init__(
-        self,
-        url: str,
-        *,
-        endpoint: str = "",
-        region: str = "",
-        credentials_file: str = "",
-        prefix: str = "kvcache",
-        pack_bytes: int = 16 << 20,
-        refresh_s: float = 30.0,
-        connections: int = 8,
-        queue_bytes: int = 256 << 20,
-        signing_key_file: str = "",
-        timeout_s: float = 10.0,
-        os_env: OsEnv | None = None,
-    ) -> None:
-        for setting, value, least in (
-            ("pack_bytes", pack_bytes, 1),
-            ("connections", connections, 1),
-            ("queue_bytes", queue_bytes, 1),
-            ("timeout_s", timeout_s, 0.001),
-            ("refresh_s", refresh_s, 0),
-        ):
-            if value < least:
-                raise ConfigError(f"object.{setting} = {value}: expected at least {least}")
-        names = ObjectNames(prefix)
-        signer = RecordSigner.of(signing_key_file, "object.signing_key_file") if signing_key_file else None
+    def __init__(self, settings: ObjectSettings, os_env: OsEnv | None = None) -> None:
+        names, key_file, timeout_s = ObjectNames(settings.prefix), settings.signing_key_file, settings.timeout_s
+        signer = RecordSigner.of(key_file, "object.signing_key_file") if key_file else None
         backend = open_store(
-            url, endpoint=endpoint, region=region, credentials_file=credentials_file, timeout_s=timeout_s
+            settings.url,
+            endpoint=settings.endpoint,
+            region=settings.region,
+            credentials_file=settings.credentials_file,
+            timeout_s=timeout_s,
         )
         super().__init__(
-            connections=connections,
-            queue_bytes=queue_bytes,
+            connections=settings.connections,
+            queue_bytes=settings.queue_bytes,
             os_env=os_env,
             log=log,
-            work_unit_bytes=pack_bytes,
+            work_unit_bytes=settings.pack_bytes,
             spread=1,
         )
         clock = self._os_env.clock
-        self.where, self._timeout_s, self._names = url, timeout_s, names
+        self.where, self._timeout_s, self._names = settings.url, timeout_s, names
         self._bucket = Bucket(
             backend,
-            url,
+            settings.url,
             timeout_s=timeout_s,
-            max_concurrent_calls=4 * connections,
+            max_concurrent_calls=4 * settings.connections,
             clock=clock,
             counters=self._counters,
         )
         self._listing_executor = self._os_env.executor(1, f"{self.name}-listing")
         self._manifest = Manifest(
-            self._bucket, names, clock, self._counters, refresh_s=refresh_s, background=self._listing_executor.submit
+            self._bucket,
+            names,
+            clock,
+            self._counters,
+            refresh_s=settings.refresh_s,
+            background=self._listing_executor.submit,
         )
         self._write_breaker = CircuitBreaker(clock, pause_s=0.25, max_pause_s=10.0)
         self._store = Store(
@@ -107,7 +86,7 @@ class ObjectTier(RemoteTier):
             names,
             self._counters,
             self._write_breaker,
-            pack_bytes=pack_bytes,
+            pack_bytes=settings.pack_bytes,
             signer=signer,
         )
         self.inspector = StoreInspector(self._bucket, self._manifest, names)

@@ -8,12 +8,13 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from redis.crc import key_slot
 
 from kvcache.errors import ConfigError
 from kvcache.os_env import Clock
+from kvcache.settings.tiers import RedisSettings
 from kvcache.tier.breaker import Counters
 from kvcache.tier.redis.connect import SENTINEL_PASSWORD_VARIABLE, Endpoint, RefusedError, SentinelEndpoint, split_hosts
 from kvcache.tier.redis.pool import FAILURE_REPLIES, REDIRECT_REPLIES, ConnectionPool
@@ -196,24 +197,28 @@ CLUSTER_FAILURE_REPLIES = FAILURE_REPLIES - REDIRECT_REPLIES
 
 # From settings to a topology
 
-Mode = Literal["standalone", "sentinel", "cluster"]
-
 
 class ConnectionConfig:
-    def __init__(self, url: str, *, username: str, password_file: str, sentinel_password_file: str, **tls: str) -> None:
-        """`tls` holds the TLS files of `Endpoint`."""
-        self._urls, self._tls, self._sentinel_password_file = split_hosts(url), tls, sentinel_password_file
-        self._endpoints = [Endpoint(each, username=username, password_file=password_file, **tls) for each in self._urls]
-        self.name = ", ".join(endpoint.name for endpoint in self._endpoints)
+    """The servers that the settings name, and how to connect to them."""
 
-    def nodes(self, mode: Mode, master: str, clock: Clock, counters: Counters, *, timeout_s: float) -> Topology:
-        make = partial(ConnectionPool, clock=clock, counters=counters, timeout_s=timeout_s)
-        if mode == "cluster":
+    def __init__(self, settings: RedisSettings) -> None:
+        self._settings, self._urls = settings, split_hosts(settings.url)
+        self._tls = {name: getattr(settings, name) for name in ("tls_ca_file", "tls_cert_file", "tls_key_file")}
+        password = {"username": settings.username, "password_file": settings.password_file}
+        self._endpoints = [Endpoint(url, **password, **self._tls) for url in self._urls]
+        names = ", ".join(endpoint.name for endpoint in self._endpoints)
+        self.name = f"sentinel {settings.master}" if settings.mode == "sentinel" else names
+
+    def nodes(self, clock: Clock, counters: Counters) -> Topology:
+        settings = self._settings
+        make = partial(ConnectionPool, clock=clock, counters=counters, timeout_s=settings.timeout_s)
+        if settings.mode == "cluster":
             return ClusterTopology(self._endpoints, partial(make, failure_replies=CLUSTER_FAILURE_REPLIES), clock)
-        if mode == "sentinel":
-            own = {"password_file": self._sentinel_password_file, "variable": SENTINEL_PASSWORD_VARIABLE}
+        if settings.mode == "sentinel":
+            own = {"password_file": settings.sentinel_password_file, "variable": SENTINEL_PASSWORD_VARIABLE}
             endpoints = [Endpoint(url, **own, **self._tls) for url in self._urls]
-            return SingleServer(make(SentinelEndpoint(endpoints, master, self._endpoints[0]), replaced={"READONLY"}))
+            master = SentinelEndpoint(endpoints, settings.master, self._endpoints[0])
+            return SingleServer(make(master, replaced={"READONLY"}))
         if len(self._urls) > 1:
             raise ConfigError(f"redis.url names {len(self._urls)} hosts: redis.mode = 'standalone' has one")
         return SingleServer(make(self._endpoints[0]))

@@ -54,13 +54,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Literal
 
 from kvcache.block.cipher import RecordSigner
 from kvcache.block.namespace import Owner
-from kvcache.block.record import CHUNK_BYTES, Address
-from kvcache.errors import ConfigError
+from kvcache.block.record import Address
 from kvcache.os_env import OsEnv
+from kvcache.settings.tiers import RedisSettings
 from kvcache.tier.breaker import CircuitBreaker
 from kvcache.tier.io_queue import Batch
 from kvcache.tier.redis import keys as owners
@@ -69,7 +68,7 @@ from kvcache.tier.redis.inspect import ServerInspector
 from kvcache.tier.redis.keys import KeyNames, popularity_keys
 from kvcache.tier.redis.lookup import PrefixLookup
 from kvcache.tier.redis.pool import log, reason
-from kvcache.tier.redis.store import MAX_IN_FLIGHT_BYTES, Completion, RecordTTL, Store
+from kvcache.tier.redis.store import Completion, RecordTTL, Store
 from kvcache.tier.remote import RemoteTier
 from kvcache.tier.tier import Op, Outcome, Usage, parents_first
 
@@ -83,76 +82,29 @@ class RedisTier(RemoteTier):
     """Records in a Redis or Valkey server (6.2 or newer), under keys that begin with `prefix`.
 
     The constructor sends nothing to the server. An unreachable server is a miss until it answers.
-
-    Args:
-        mode: The URL names one server, sentinels that know which server is `master`, or some servers of a Redis
-            Cluster. Commas separate several hosts.
-        part_bytes: Longer payloads are split. A multiple of 256 KiB, 16 MiB at most.
-        expire_s: Expiry of a record; 0 for never.
-        part_expire_s: Expiry of the parts of a split record; it applies even where `expire_s` is 0.
-        timeout_s: Time of a call without a deadline, and the most of a call with one.
     """
 
     name = "redis"
 
-    def __init__(
-        self,
-        url: str,
-        *,
-        mode: Literal["standalone", "sentinel", "cluster"] = "standalone",
-        master: str = "mymaster",
-        username: str = "",
-        password_file: str = "",
-        sentinel_password_file: str = "",
-        tls_ca_file: str = "",
-        tls_cert_file: str = "",
-        tls_key_file: str = "",
-        prefix: str = "kvcache",
-        part_bytes: int = 4 << 20,
-        expire_s: float = 0,
-        part_expire_s: float = 86_400,
-        connections: int = 4,
-        queue_bytes: int = 256 << 20,
-        signing_key_file: str = "",
-        timeout_s: float = 5.0,
-        os_env: OsEnv | None = None,
-    ) -> None:
-        if part_bytes % CHUNK_BYTES or not 0 < part_bytes <= MAX_IN_FLIGHT_BYTES:
-            raise ConfigError(f"redis.part_bytes = {part_bytes}: expected a multiple of 256 KiB, 16 MiB at most")
-        for setting, value, least in (
-            ("connections", connections, 1),
-            ("queue_bytes", queue_bytes, 1),
-            ("timeout_s", timeout_s, 0.001),
-            ("expire_s", expire_s, 0),
-            ("part_expire_s", part_expire_s, 1),
-        ):
-            if value < least:
-                raise ConfigError(f"redis.{setting} = {value}: expected at least {least}")
-        super().__init__(connections=connections, queue_bytes=queue_bytes, os_env=os_env, log=log)
-        entrance = ConnectionConfig(
-            url,
-            username=username,
-            password_file=password_file,
-            sentinel_password_file=sentinel_password_file,
-            tls_ca_file=tls_ca_file,
-            tls_cert_file=tls_cert_file,
-            tls_key_file=tls_key_file,
-        )
-        self.where = entrance.name if mode != "sentinel" else f"sentinel {master}"
-        self._nodes = entrance.nodes(mode, master, self._os_env.clock, self._counters, timeout_s=timeout_s)
-        self._write_breaker = CircuitBreaker(self._os_env.clock, pause_s=0.25, max_pause_s=10.0)
-        names = self._names = KeyNames(prefix, cluster=mode == "cluster")
+    def __init__(self, settings: RedisSettings, os_env: OsEnv | None = None) -> None:
+        super().__init__(connections=settings.connections, queue_bytes=settings.queue_bytes, os_env=os_env, log=log)
+        clock, servers = self._os_env.clock, ConnectionConfig(settings)
+        self.where = servers.name
+        self._nodes = servers.nodes(clock, self._counters)
+        self._write_breaker = CircuitBreaker(clock, pause_s=0.25, max_pause_s=10.0)
+        names = self._names = KeyNames(settings.prefix, cluster=settings.mode == "cluster")
+        key_file = settings.signing_key_file
         self._store = Store(
             names,
             self._counters,
             self._write_breaker,
-            part_bytes=part_bytes,
-            ttl=RecordTTL(int(expire_s * 1000), int(part_expire_s * 1000), self._os_env.clock),
-            signer=RecordSigner.of(signing_key_file, "redis.signing_key_file") if signing_key_file else None,
+            part_bytes=settings.part_bytes,
+            ttl=RecordTTL(int(settings.expire_s * 1000), int(settings.part_expire_s * 1000), clock),
+            signer=RecordSigner.of(key_file, "redis.signing_key_file") if key_file else None,
         )
         self._inspector = ServerInspector(names, self._store)
-        self._lookup = PrefixLookup(self._nodes, names, self._store, self._os_env.clock)
-        self._timeout_s = timeout_s
+        self._lookup = PrefixLookup(self._nodes, names, self._store, clock)
+        self._timeout_s = settings.timeout_s
 
     def _failing(self, op: Op) -> bool:
         open_ = any(pool.breaker.is_open() for pool in self._nodes.pools())
