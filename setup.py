@@ -12,7 +12,7 @@ ParallelCompile(default=0).install()
 
 native = Pybind11Extension(
     "kvcache._native",
-    sorted(set(glob("csrc/host/*.cpp")) - {"csrc/host/stress.cpp"}),
+    sorted(glob("csrc/host/*.cpp")),
     depends=glob("csrc/host/*.h") + glob("csrc/layout/*.h"),
     cxx_std=17,
     extra_compile_args=["-O3", "-pthread"],

@@ -22,13 +22,14 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import classic_policies
 import numpy as np
 from form import Row, options, publish
 
 from kvcache import native
 from kvcache.cli.explain import tokenizer_of
+from kvcache.trace import simulate as cache_policies
 from kvcache.trace.formats import Trace, read_trace
-from kvcache.trace.simulate import POLICIES, simulate
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "eviction.md"
@@ -46,6 +47,12 @@ GRID: Mapping[str, tuple[str, str, Sequence[float], Sequence[int]]] = {
     "coding agents, text": ("text/agent-sessions", "text", (2, 5, 10, 20), ()),
 }
 Rates = dict[tuple[str, float, str], float]
+POLICIES = (*cache_policies.POLICIES[:-1], *classic_policies.CLASSICS, cache_policies.OPTIMAL)
+
+
+def simulate(trace: Trace, policy: str, capacity: int) -> cache_policies.SimulationResult:
+    made = classic_policies if policy in classic_policies.CLASSICS else cache_policies
+    return made.simulate(trace, policy, capacity)
 
 
 class Goal(NamedTuple):

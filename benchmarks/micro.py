@@ -71,7 +71,7 @@ def test_digest(benchmark: Timed, random: np.random.Generator) -> None:
 
 
 def test_where(benchmark: Timed, index: Index, prompt: BlockRun) -> None:
-    assert benchmark(lambda: index.where(prompt)) == b"\1" * BLOCKS
+    assert benchmark(lambda: index.tier_masks(prompt)) == b"\1" * BLOCKS
 
 
 def test_touch(benchmark: Timed, index: Index, prompt: BlockRun) -> None:

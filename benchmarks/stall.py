@@ -50,7 +50,7 @@ def remembering() -> Index:
     """Ghosts that no block makes room for."""
     rows = np.random.default_rng(1).integers(0, 1 << 48, MAX_ROWS, "<u8")
     index = Index(TIERS, Hazard())
-    index.remember(struct.pack("<4Q", 1, 2, 3, 1000) + rows.tobytes())
+    index.import_state(struct.pack("<4Q", 1, 2, 3, 1000) + rows.tobytes())
     return index
 
 
@@ -106,7 +106,7 @@ def main() -> None:
     prompt, notes = run_of(np.random.default_rng(3), PROMPT_BLOCKS), []
     index.insert_run(prompt, PLACE[:SIGNATURE_BYTES], TIERS[0])
     alone, _ = matching(index, prompt, lambda: time.sleep(0.1), runs)
-    for name, other in (("kept", lambda: index.kept(MAX_ROWS)), ("check", index.check)):
+    for name, other in (("kept", lambda: index.export_state(MAX_ROWS)), ("check", index.check)):
         longest, took = matching(index, prompt, other, runs)
         rows.append(Row(f"stall/match/{name}", longest, "ms", floor=alone))
         notes.append(f"{name}: {took:.0f} ms with {len(index):,} blocks and {index.ghosts():,} ghosts")

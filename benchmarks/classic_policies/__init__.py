@@ -1,5 +1,7 @@
-"""Policies from their papers, for comparison in the simulator only. None of them ranks classes, so none can drive the
-index. These are the Python twins of `csrc/host/classics`, and define its behaviour.
+"""Eviction policies from their papers, replayed on traces for comparison with the cache's own.
+
+None of them ranks classes of blocks, so none can drive the index. `classic_policies.cpp` has compiled twins, whose
+behaviour these classes define.
 
 All policies respect chains: a block with resident children is not evicted, and the next one in the policy's order is
 taken. A request touches its blocks tail first, so that its head is the newest.
@@ -7,11 +9,22 @@ taken. A request touches its blocks tail first, so that its head is the newest.
 
 from __future__ import annotations
 
+import ctypes
+import os
+import subprocess
 from bisect import bisect_left, insort
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping
+from functools import cache
 from math import inf
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import ClassVar
+
+import numpy as np
+
+from kvcache.trace.formats import Trace
+from kvcache.trace.simulate import SimulationResult, parents_of
 
 Order = OrderedDict[int, None]  # first to be evicted first
 
@@ -318,25 +331,37 @@ class WTinyLFU(Classic):
             self._counted = 0
 
 
-class Opt(Ranked):
-    """Belady 1966, with knowledge of the future: the block with the latest next use is evicted or not admitted, the
-    deeper of a chain first.
-
-    A parent is used whenever its child is, so this is optimal for prefixes too.
-    """
-
-    name = "opt"
-
-    next_use = inf
-    """Time of the next use of the next block given; the simulator sets it before."""
-
-    def key(self, block: int) -> float:
-        return -self.next_use
-
-    def admit(self, block: int) -> None:
-        if self._full and next(row for row in self._order if not self._children[row[2]])[0] > -self.next_use:
-            return
-        super().admit(block)
+CLASSICS: Mapping[str, type[Classic]] = {kind.name: kind for kind in (S3FIFO, ARC, LRU2, LFUDA, WTinyLFU, Sieve)}
 
 
-CLASSICS: Mapping[str, type[Classic]] = {kind.name: kind for kind in (S3FIFO, ARC, LRU2, LFUDA, WTinyLFU, Sieve, Opt)}
+def simulate(trace: Trace, name: str, capacity: int, *, use_reference: bool = False) -> SimulationResult:
+    """As `kvcache.trace.simulate.simulate`, for these policies. Without `use_reference` it runs the compiled twins."""
+    hits = np.zeros(len(trace), np.int32)
+    if use_reference:
+        chains = [chain.tolist() for chain in trace]
+        policy = CLASSICS[name](capacity, parents_of(chains, trace.unique))
+        for r, chain in enumerate(chains):
+            hits[r] = next((i for i, block in enumerate(chain) if block not in policy.here), len(chain))
+            for block in reversed(chain):
+                (policy.touch if block in policy.here else policy.admit)(block)
+    else:
+        starts, blocks = (np.ascontiguousarray(a) for a in (trace.starts, trace.blocks))
+        sizes = (len(trace), trace.unique, capacity)
+        if not _library().replay_classic(name.encode(), starts.ctypes, blocks.ctypes, *sizes, hits.ctypes):
+            raise ValueError(f"no policy {name!r}; there is {', '.join(CLASSICS)}")
+    return SimulationResult(name, capacity, hits, trace.accesses)
+
+
+@cache
+def _library() -> ctypes.CDLL:
+    """The compiled twins, built once a process."""
+    place = TemporaryDirectory(prefix="kvcache-classic-policies-")
+    target = Path(place.name, "classic_policies.so")
+    source = Path(__file__).with_name("classic_policies.cpp")
+    compiler = os.environ.get("CXX", "c++")
+    subprocess.run([compiler, "-std=c++17", "-O3", "-shared", "-fPIC", source, "-o", target], check=True)
+    library = ctypes.CDLL(str(target))
+    place.cleanup()  # the library stays mapped
+    pointer, size = ctypes.c_void_p, ctypes.c_size_t
+    library.replay_classic.argtypes = [ctypes.c_char_p, pointer, pointer, size, size, size, pointer]
+    return library

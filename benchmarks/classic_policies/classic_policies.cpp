@@ -1,14 +1,18 @@
-#include "classics.h"
+// Eviction policies from their papers, replayed on a trace for comparison. Python twins with the same results, which
+// define each policy: __init__.py beside this file, which also compiles it.
 
 #include <algorithm>
+#include <cstddef>
+#include <cstdint>
 #include <limits>
 #include <set>
+#include <string>
 #include <tuple>
 #include <utility>
 #include <vector>
 
-#include "queue.h"
-#include "ring.h"
+#include "clock_ring.h"
+#include "linked_queue.h"
 
 namespace kvcache {
 namespace {
@@ -55,13 +59,13 @@ class S3FIFO : public Classic {
   public:
     using Classic::Classic;
 
-    void touch(Block block, double) {
+    void touch(Block block) {
         std::uint8_t& uses = uses_[static_cast<std::size_t>(block)];
         uses = static_cast<std::uint8_t>(std::min(3, uses + 1));
         look(block);
     }
 
-    void admit(Block block, double) {
+    void admit(Block block) {
         while (full()) make_room();
         const bool known = ghosts_.has(block);
         if (known) ghosts_.erase(block);
@@ -128,9 +132,9 @@ class Sieve : public Classic {
   public:
     using Classic::Classic;
 
-    void touch(Block block, double) { visited_[static_cast<std::size_t>(block)] = 1; }
+    void touch(Block block) { visited_[static_cast<std::size_t>(block)] = 1; }
 
-    void admit(Block block, double) {
+    void admit(Block block) {
         while (full()) {
             if (hand_ == NONE) hand_ = queue_.first();
             const Block at = hand_;
@@ -159,12 +163,12 @@ class ARC : public Classic {
   public:
     using Classic::Classic;
 
-    void touch(Block block, double) {
+    void touch(Block block) {
         (once_.has(block) ? once_ : again_).erase(block);
         again_.push(block);
     }
 
-    void admit(Block block, double) {
+    void admit(Block block) {
         const double once = static_cast<double>(gone_once_.size()), again = static_cast<double>(gone_again_.size());
         if (gone_once_.has(block)) {
             border_ = std::min(static_cast<double>(capacity), border_ + std::max(1.0, again / once));
@@ -213,7 +217,7 @@ class WTinyLFU : public Classic {
   public:
     using Classic::Classic;
 
-    void touch(Block block, double) {
+    void touch(Block block) {
         count_use(block);
         if (window_.has(block)) return window_.renew(block);
         (tried_.has(block) ? tried_ : kept_).erase(block);
@@ -225,7 +229,7 @@ class WTinyLFU : public Classic {
         }
     }
 
-    void admit(Block block, double) {
+    void admit(Block block) {
         count_use(block);
         if (window_.size() >= window_room_ || full()) move_on();
         window_.push(block);
@@ -268,36 +272,35 @@ class WTinyLFU : public Classic {
     Queue window_{links}, tried_{links}, kept_{links};
 };
 
-// The least key leaves first; a later use among equals. `Keys`: key(block, is here, next use), left(key).
+// Evicts the smallest key first, among equals the least recently used. `Keys`: key(block, resident, time), left(key).
 template <class Keys>
 class Ranked : public Classic {
   public:
     Ranked(std::size_t room, const std::vector<Block>& parent_of) : Classic(room, parent_of), keys_(parent_of.size()) {}
 
-    void touch(Block block, double next_use) {
+    void touch(Block block) {
         order_.erase({at_[static_cast<std::size_t>(block)].first, at_[static_cast<std::size_t>(block)].second, block});
-        place(block, next_use);
+        place(block);
     }
 
-    void admit(Block block, double next_use) {
+    void admit(Block block) {
         while (full()) {
             auto victim = order_.begin();
             while (!free(std::get<2>(*victim))) ++victim;
             const double key = std::get<0>(*victim);
-            if (keys_.refuses(key, next_use)) return;
             const Block who = std::get<2>(*victim);
             order_.erase(victim);
             leave(who);
             keys_.left(key);
         }
-        place(block, next_use);
+        place(block);
         enter(block);
     }
 
   private:
-    void place(Block block, double next_use) {
+    void place(Block block) {
         ++time_;
-        const double key = keys_.key(block, has(block), static_cast<double>(time_), next_use);
+        const double key = keys_.key(block, has(block), static_cast<double>(time_));
         at_[static_cast<std::size_t>(block)] = {key, time_};
         order_.insert({key, time_, block});
     }
@@ -310,32 +313,27 @@ class Ranked : public Classic {
 
 struct UseBeforeLast {
     explicit UseBeforeLast(std::size_t unique) : last(unique, -NEVER) {}
-    double key(Block block, bool, double time, double) {
-        return std::exchange(last[static_cast<std::size_t>(block)], time);
-    }
+    double key(Block block, bool, double time) { return std::exchange(last[static_cast<std::size_t>(block)], time); }
     void left(double) {}
-    bool refuses(double, double) const { return false; }
     std::vector<double> last;
 };
 
 struct UsesAndAge {
     explicit UsesAndAge(std::size_t unique) : uses(unique) {}
-    double key(Block block, bool is_here, double, double) {
+    double key(Block block, bool is_here, double) {
         double& count = uses[static_cast<std::size_t>(block)];
         count = is_here ? count + 1 : 1;
         return age + count;
     }
     void left(double key) { age = key; }
-    bool refuses(double, double) const { return false; }
     std::vector<double> uses;
     double age = 0;
 };
 
-struct NextUse {
-    explicit NextUse(std::size_t) {}
-    double key(Block, bool, double, double next_use) const { return -next_use; }
-    void left(double) {}
-    bool refuses(double victim, double next_use) const { return victim > -next_use; }
+struct Chains {
+    const std::int64_t* starts;  // where each request's blocks begin; one more than there are requests
+    const std::int32_t* blocks;
+    std::size_t requests, unique;
 };
 
 std::vector<Block> parents_of(const Chains& chains) {
@@ -348,22 +346,9 @@ std::vector<Block> parents_of(const Chains& chains) {
     return parents;
 }
 
-// By access, in which request the block is used again.
-std::vector<double> next_uses(const Chains& chains) {
-    std::vector<double> next(static_cast<std::size_t>(chains.starts[chains.requests])), again(chains.unique, NEVER);
-    for (std::size_t r = chains.requests; r-- > 0;) {
-        for (std::int64_t i = chains.starts[r]; i < chains.starts[r + 1]; ++i) {
-            double& use = again[static_cast<std::size_t>(chains.blocks[i])];
-            next[static_cast<std::size_t>(i)] = std::exchange(use, static_cast<double>(r));
-        }
-    }
-    return next;
-}
-
 template <class Policy>
-void play(const Chains& chains, std::size_t capacity, bool ahead, std::int32_t* hits) {
+void replay(const Chains& chains, std::size_t capacity, std::int32_t* hits) {
     const std::vector<Block> parents = parents_of(chains);
-    const std::vector<double> next = ahead ? next_uses(chains) : std::vector<double>();
     Policy policy(capacity, parents);
     for (std::size_t r = 0; r < chains.requests; ++r) {
         const std::int64_t first = chains.starts[r], end = chains.starts[r + 1];
@@ -371,24 +356,26 @@ void play(const Chains& chains, std::size_t capacity, bool ahead, std::int32_t* 
         while (i < end && policy.has(chains.blocks[i])) ++i;
         hits[r] = static_cast<std::int32_t>(i - first);
         for (i = end; i-- > first;) {
-            const double next_use = ahead ? next[static_cast<std::size_t>(i)] : NEVER;
             const Block block = chains.blocks[i];
-            policy.has(block) ? policy.touch(block, next_use) : policy.admit(block, next_use);
+            policy.has(block) ? policy.touch(block) : policy.admit(block);
         }
     }
 }
 
 }  // namespace
-
-bool play_classic(const std::string& policy, const Chains& chains, std::size_t capacity, std::int32_t* hits) {
-    if (policy == "s3fifo") return play<S3FIFO>(chains, capacity, false, hits), true;
-    if (policy == "sieve") return play<Sieve>(chains, capacity, false, hits), true;
-    if (policy == "arc") return play<ARC>(chains, capacity, false, hits), true;
-    if (policy == "lru2") return play<Ranked<UseBeforeLast>>(chains, capacity, false, hits), true;
-    if (policy == "lfuda") return play<Ranked<UsesAndAge>>(chains, capacity, false, hits), true;
-    if (policy == "wtinylfu") return play<WTinyLFU>(chains, capacity, false, hits), true;
-    if (policy == "opt") return play<Ranked<NextUse>>(chains, capacity, true, hits), true;
-    return false;
-}
-
 }  // namespace kvcache
+
+// Writes to `hits`, by request, how many of its leading blocks were resident. 0 if there is no such policy.
+extern "C" int replay_classic(const char* name, const std::int64_t* starts, const std::int32_t* blocks,
+                              std::size_t requests, std::size_t unique, std::size_t capacity, std::int32_t* hits) {
+    using namespace kvcache;
+    const std::string policy = name;
+    const Chains chains{starts, blocks, requests, unique};
+    if (policy == "s3fifo") return replay<S3FIFO>(chains, capacity, hits), 1;
+    if (policy == "sieve") return replay<Sieve>(chains, capacity, hits), 1;
+    if (policy == "arc") return replay<ARC>(chains, capacity, hits), 1;
+    if (policy == "lru2") return replay<Ranked<UseBeforeLast>>(chains, capacity, hits), 1;
+    if (policy == "lfuda") return replay<Ranked<UsesAndAge>>(chains, capacity, hits), 1;
+    if (policy == "wtinylfu") return replay<WTinyLFU>(chains, capacity, hits), 1;
+    return 0;
+}

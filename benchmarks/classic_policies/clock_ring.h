@@ -9,7 +9,7 @@
 #include <utility>
 #include <vector>
 
-#include "queue.h"
+#include "linked_queue.h"
 
 namespace kvcache {
 

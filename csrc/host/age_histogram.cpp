@@ -1,18 +1,18 @@
-#include "ages.h"
+#include "age_histogram.h"
 
 #include <algorithm>
 #include <utility>
 
 namespace kvcache {
 
-Ages::Ages(std::size_t classes, std::vector<std::uint64_t> edges)
+AgeHistogram::AgeHistogram(std::size_t classes, std::vector<std::uint64_t> edges)
     : classes_(classes), edges_(std::move(edges)), counts_(classes) {}
 
-std::size_t Ages::bin(std::uint64_t age) const {
+std::size_t AgeHistogram::bin(std::uint64_t age) const {
     return static_cast<std::size_t>(std::upper_bound(edges_.begin() + 1, edges_.end(), age) - edges_.begin()) - 1;
 }
 
-void Ages::begin(std::uint64_t now) {
+void AgeHistogram::begin(std::uint64_t now) {
     starts_.assign(1, 0);
     for (std::size_t b = bins(); b-- > 0;) {
         if (edges_[b] < now && now - edges_[b] > starts_.back()) starts_.push_back(now - edges_[b]);
@@ -21,13 +21,13 @@ void Ages::begin(std::uint64_t now) {
     merged_ = starts_.size();
 }
 
-void Ages::tick(std::uint64_t now) {
+void AgeHistogram::tick(std::uint64_t now) {
     starts_.push_back(now);
     counts_.resize(counts_.size() + classes_);
     if (starts_.size() > 2 * merged_ + 16) merge(now);
 }
 
-void Ages::merge(std::uint64_t now) {
+void AgeHistogram::merge(std::uint64_t now) {
     std::size_t last = 0;  // the span that others join
     for (std::size_t span = 1; span < starts_.size(); ++span) {
         const std::uint64_t end = span + 1 < starts_.size() ? starts_[span + 1] - 1 : now;
@@ -44,13 +44,13 @@ void Ages::merge(std::uint64_t now) {
     counts_.resize(merged_ * classes_);
 }
 
-void Ages::add(std::size_t use_class, std::uint64_t stamp, std::int64_t blocks) {
+void AgeHistogram::add(std::size_t use_class, std::uint64_t stamp, std::int64_t blocks) {
     const auto after = std::upper_bound(starts_.begin() + 1, starts_.end(), stamp);
     const std::size_t span = static_cast<std::size_t>(after - starts_.begin()) - 1;
     counts_[span * classes_ + use_class] += blocks;
 }
 
-void Ages::count(std::uint64_t now, std::int64_t* out) const {
+void AgeHistogram::count(std::uint64_t now, std::int64_t* out) const {
     std::fill_n(out, classes_ * bins(), 0);
     for (std::size_t span = 0; span < starts_.size(); ++span) {
         const std::size_t b = bin(now - starts_[span]);

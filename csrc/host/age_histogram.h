@@ -12,10 +12,10 @@
 
 namespace kvcache {
 
-class Ages {
+class AgeHistogram {
   public:
     // `edges[b]` is the least age in bin b; the first is 0.
-    Ages(std::size_t classes, std::vector<std::uint64_t> edges);
+    AgeHistogram(std::size_t classes, std::vector<std::uint64_t> edges);
 
     std::size_t classes() const { return classes_; }
     std::size_t bins() const { return edges_.size(); }

@@ -19,20 +19,20 @@ std::string label(const Node& node) {
 
 }  // namespace
 
-Index::Index(const Index& other, Nodes copied)
+Index::Index(const Index& other, NodePool copied)
     : tiers_(other.tiers_),
       bounds_(other.bounds_),
       gaps_(other.gaps_),
-      ghosts_a_block_(other.ghosts_a_block_),
+      ghosts_per_block_(other.ghosts_per_block_),
       secret_(other.secret_),
       clock_(other.clock_),
       blocks_(other.blocks_),
       holds_(other.holds_),
       resident_(other.resident_),
-      of_kind_(other.of_kind_),
+      by_cost_class_(other.by_cost_class_),
       nodes_(std::move(copied)),
-      named_(other.table_.size()),
-      remembered_(other.ghosts_.size()),
+      table_size_(other.table_.size()),
+      ghost_count_(other.ghosts_.size()),
       places_(other.places_),
       roots_(other.roots_),
       oldest_(other.oldest_),
@@ -40,23 +40,23 @@ Index::Index(const Index& other, Nodes copied)
     nodes_.copy(other.nodes_);
 }
 
-std::unique_ptr<const Index> Index::picture(Nodes room) const {
-    return std::unique_ptr<const Index>(new Index(*this, std::move(room)));
+std::unique_ptr<const Index> Index::snapshot(NodePool pool) const {
+    return std::unique_ptr<const Index>(new Index(*this, std::move(pool)));
 }
 
-bool Index::lost(std::uint32_t first, std::uint32_t end, std::vector<std::string>* faults) const {
-    for (std::uint32_t i = first; i < std::min(end, nodes_.made()); ++i) {
+bool Index::check_table(std::uint32_t first, std::uint32_t end, std::vector<std::string>* faults) const {
+    for (std::uint32_t i = first; i < std::min(end, nodes_.node_count()); ++i) {
         const Node& node = nodes_[i];
         if ((node.tiers || node.holds) && find(node.place, node.signature) != i) {
             faults->push_back(label(node) + " is not in the table");
         }
     }
-    return end < nodes_.made();
+    return end < nodes_.node_count();
 }
 
 std::vector<std::string> Index::check() const {
-    std::vector<std::string> faults = picture(room())->audit();
-    lost(0, made(), &faults);
+    std::vector<std::string> faults = snapshot(new_pool())->audit();
+    check_table(0, node_count(), &faults);
     return faults;
 }
 
@@ -68,12 +68,12 @@ std::vector<std::string> Index::audit() const {
         faults.push_back("index: counts " + std::to_string(counted) + " " + what + ", " + std::to_string(found) +
                          " are there");
     };
-    std::vector<ByTier> children(nodes_.made(), ByTier{});
+    std::vector<ByTier> children(nodes_.node_count(), ByTier{});
     ByTier resident{}, listed{};
-    std::vector<ByTier> of_kind(kinds(), ByTier{});
+    std::vector<ByTier> by_cost_class(cost_classes(), ByTier{});
     std::vector<std::uint64_t> at_place(places_.size());
     std::uint64_t nodes = 0, blocks = 0, holds = 0;
-    for (std::uint32_t i = 0; i < nodes_.made(); ++i) {
+    for (std::uint32_t i = 0; i < nodes_.node_count(); ++i) {
         const Node& node = nodes_[i];
         if (!used[i]) continue;
         if (node.place >= places_.size()) {
@@ -82,36 +82,36 @@ std::vector<std::string> Index::audit() const {
         }
         ++nodes, blocks += node.tiers != 0, holds += node.holds, ++at_place[node.place];
         for (unsigned t = 0; t < tiers_; ++t) {
-            resident[t] += node.resident(t), listed[t] += node.stands(t);
-            of_kind[kind(node)][t] += node.resident(t);
+            resident[t] += node.resident(t), listed[t] += node.is_listed(t);
+            by_cost_class[cost_class(node)][t] += node.resident(t);
             if (node.resident(t) && node.has_parent()) ++children[node.parent][t];
         }
     }
-    compare("nodes", named_, nodes);
+    compare("nodes", table_size_, nodes);
     compare("blocks", blocks_, blocks);
     compare("holds", holds_, holds);
     for (std::size_t p = 0; p < places_.size(); ++p) compare("nodes at a place", places_[p].nodes, at_place[p]);
     for (unsigned t = 0; t < tiers_; ++t) compare("residents of a tier", resident_[t], resident[t]);
-    if (of_kind != of_kind_) faults.push_back("index: counts residents of a kind wrong");
+    if (by_cost_class != by_cost_class_) faults.push_back("index: counts residents of a kind wrong");
 
-    for (std::uint32_t i = 0; i < nodes_.made(); ++i) {
+    for (std::uint32_t i = 0; i < nodes_.node_count(); ++i) {
         const Node& node = nodes_[i];
         if (!used[i]) continue;
         bool wanted = node.tiers || node.holds;
         for (unsigned t = 0; t < tiers_; ++t) {
             wanted = wanted || children[i][t];
             if (node.children(t) != children[i][t]) faults.push_back(label(node) + " counts its children wrong");
-            if (node.stands(t) != may_leave(node, t)) {
-                faults.push_back(label(node) + (node.stands(t) ? " stands in" : " is missing in") + " an order");
+            if (node.is_listed(t) != is_evictable(node, t)) {
+                faults.push_back(label(node) + (node.is_listed(t) ? " stands in" : " is missing in") + " an order");
             }
         }
         if (!wanted) faults.push_back(label(node) + " is remembered for nothing");
     }
     for (unsigned t = 0; t < tiers_; ++t) {
-        std::uint64_t standing = 0;
-        for (std::size_t list = 0; list < 2 * classes() * kinds(); ++list) {
-            const std::size_t within = list % (2 * classes()), its_kind = list / (2 * classes());
-            const std::size_t n = 2 * (its_kind * tiers_ + t) * classes() + within;
+        std::uint64_t listed_nodes = 0;
+        for (std::size_t list = 0; list < 2 * classes() * cost_classes(); ++list) {
+            const std::size_t within = list % (2 * classes()), its_cost_class = list / (2 * classes());
+            const std::size_t n = 2 * (its_cost_class * tiers_ + t) * classes() + within;
             const std::uint32_t top = roots_[n];
             std::vector<std::uint32_t> in_order, path;
             for (std::uint32_t at = top; at != NIL || !path.empty();) {
@@ -124,21 +124,21 @@ std::vector<std::string> Index::audit() const {
                 }
                 at = nodes_[at].in(t).after;
             }
-            standing += in_order.size();
+            listed_nodes += in_order.size();
             if (top != NIL && nodes_[in_order[0]].stamp < oldest_[n]) {
                 faults.push_back(label(nodes_[in_order[0]]) + " is older than its order");
             }
             for (std::size_t i = 0; i < in_order.size(); ++i) {
                 const Node& node = nodes_[in_order[i]];
-                const bool at_home =
-                    its_kind == kind(node) && within == below(node, t) * classes() + use_class(node.uses);
+                const bool at_home = its_cost_class == cost_class(node) &&
+                                     within == stored_below(node, t) * classes() + use_class(node.uses);
                 if (!at_home) faults.push_back(label(node) + " stands in the wrong order");
                 if (i > 0 && !order(t).earlier(in_order[i - 1], in_order[i])) {
                     faults.push_back(label(node) + " stands in the wrong place of its order");
                 }
             }
         }
-        compare("nodes in a tier's orders", standing, listed[t]);
+        compare("nodes in a tier's orders", listed_nodes, listed[t]);
     }
     std::vector<std::int64_t> counts(classes() * bins());
     waiting(counts.data());
@@ -147,7 +147,7 @@ std::vector<std::string> Index::audit() const {
         waiting += count;
         if (count < 0) faults.push_back("index: counts fewer than no blocks of an age");
     }
-    compare("blocks and ghosts by age", static_cast<std::uint64_t>(waiting), blocks_ + remembered_);
+    compare("blocks and ghosts by age", static_cast<std::uint64_t>(waiting), blocks_ + ghost_count_);
     return faults;
 }
 

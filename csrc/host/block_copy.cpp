@@ -1,4 +1,4 @@
-#include "copy.h"
+#include "block_copy.h"
 
 #include <algorithm>
 #include <cstring>
@@ -13,10 +13,10 @@
 namespace kvcache {
 namespace {
 
-constexpr u64 BYTES_A_THREAD = 1 << 20;  // less is copied before a second thread has started
-constexpr u64 STREAM_BYTES = 1 << 20;    // smaller copies may well be read again from the cache
-constexpr u64 STREAM_RUN = 512;          // shorter fragments leave too many lines half written
-constexpr u64 AHEAD = 4096;              // bytes: the processor's own prefetching begins anew with every fragment
+constexpr u64 BYTES_PER_THREAD = 1 << 20;  // less is copied before a second thread has started
+constexpr u64 STREAM_BYTES = 1 << 20;      // smaller copies may well be read again from the cache
+constexpr u64 STREAM_RUN = 512;            // shorter fragments leave too many lines half written
+constexpr u64 AHEAD = 4096;                // bytes: the processor's own prefetching begins anew with every fragment
 
 // Where pages are equal distances apart, layers (and K and V) are axes like others and may become part of a fragment;
 // where they are not, each is a root of its own.
@@ -175,7 +175,7 @@ void copy_blocks(Direction direction, const Geometry& geometry, const std::int64
     const Job job{direction, the_plan, geometry.page_step, ids, payloads};
     const u64 total = the_plan.walk.fragments * the_plan.roots.size() * blocks;
     const bool stream = !plain && bytes >= STREAM_BYTES && the_plan.walk.run >= STREAM_RUN && can_stream();
-    const u64 workers = std::max<u64>(1, std::min({u64{threads}, bytes / BYTES_A_THREAD, total}));
+    const u64 workers = std::max<u64>(1, std::min({u64{threads}, bytes / BYTES_PER_THREAD, total}));
     auto part = [&](u64 i) { job.copy(stream, total * i / workers, total * (i + 1) / workers); };
     std::vector<std::thread> others;
     others.reserve(workers - 1);

@@ -1,4 +1,4 @@
-#include "chain.h"
+#include "digest_chain.h"
 
 #include <algorithm>
 #include <cstring>

@@ -13,19 +13,19 @@
 namespace kvcache {
 
 // What could leave next: a node, or (NIL) the best of what an order has from a time on, as good as it may be.
-struct Index::Cell {
+struct Index::Candidate {
     double value;
-    unsigned kind;
+    unsigned cost_class;
     bool below;
     unsigned use_class;
     std::uint32_t node;
     std::uint64_t stamp;  // the node's, or that time
 };
 
-class Index::Victims {
+class Index::VictimQueue {
   public:
-    Victims(Index& index, unsigned tier, const std::vector<double>& weights, std::uint64_t before, bool stored_below,
-            double most)
+    VictimQueue(Index& index, unsigned tier, const std::vector<double>& weights, std::uint64_t before,
+                bool stored_below, double most)
         : index_(index),
           order_(index.order(tier)),
           tier_(tier),
@@ -33,31 +33,33 @@ class Index::Victims {
           before_(before),
           stored_below_(stored_below),
           most_(most) {
-        std::vector<Cell> cells;
-        cells.reserve(2 * index.classes() * index.kinds());
-        for (unsigned kind = 0; kind < index.kinds(); ++kind) {
-            if (weight(kind) == STAYS) continue;
+        std::vector<Candidate> cells;
+        cells.reserve(2 * index.classes() * index.cost_classes());
+        for (unsigned cost_class = 0; cost_class < index.cost_classes(); ++cost_class) {
+            if (weight(cost_class) == NOT_EVICTABLE) continue;
             for (const bool below : {true, false}) {
                 if (stored_below && !below) continue;
                 for (unsigned c = 0; c < index.classes(); ++c) {
-                    const std::size_t n = index.number(kind, tier, below, c);
+                    const std::size_t n = index.order_number(cost_class, tier, below, c);
                     if (index.roots_[n] == NIL || index.oldest_[n] >= before) continue;
-                    const double promise = least(c, index.ages_.bin(index.age(index.oldest_[n]))) * weight(kind);
-                    if (may_leave(promise)) cells.push_back({promise, kind, below, c, NIL, index.oldest_[n]});
+                    const double lower_bound_value =
+                        least(c, index.ages_.bin(index.age(index.oldest_[n]))) * weight(cost_class);
+                    if (is_evictable(lower_bound_value))
+                        cells.push_back({lower_bound_value, cost_class, below, c, NIL, index.oldest_[n]});
                 }
             }
         }
-        cells_ = Cells(Later{&order_}, std::move(cells));
+        candidates_ = Candidates(Later{&order_}, std::move(cells));
     }
 
     // The least valuable, which stays where it is; NIL where there is none.
     std::uint32_t next() {
-        while (!cells_.empty()) {
-            const Cell cell = cells_.top();
-            cells_.pop();
+        while (!candidates_.empty()) {
+            const Candidate cell = candidates_.top();
+            candidates_.pop();
             if (cell.node == NIL) {
-                explore(cell.kind, cell.below, cell.use_class, cell.stamp);
-            } else if (index_.nodes_[cell.node].stands(tier_)) {  // else it left since
+                explore(cell.cost_class, cell.below, cell.use_class, cell.stamp);
+            } else if (index_.nodes_[cell.node].is_listed(tier_)) {  // else it left since
                 return cell.node;
             }
         }
@@ -65,26 +67,27 @@ class Index::Victims {
     }
 
     // A node of this kind left, and its parent (or NIL) may have come to the front.
-    void left(unsigned kind, bool below, unsigned use_class, std::uint64_t stamp, std::uint32_t parent) {
+    void evicted(unsigned cost_class, bool below, unsigned use_class, std::uint64_t stamp, std::uint32_t parent) {
         const std::size_t bin = index_.ages_.bin(index_.age(stamp));
         const std::uint64_t oldest = bin + 1 < index_.bins() ? index_.ages_.edge(bin + 1) : NEVER;
         const std::uint64_t from = oldest <= index_.clock_ ? index_.clock_ - oldest + 1 : 0;
-        const std::uint32_t next = order_.first(index_.roots_[index_.number(kind, tier_, below, use_class)], from);
+        const std::uint32_t next =
+            order_.first(index_.roots_[index_.order_number(cost_class, tier_, below, use_class)], from);
         const bool same_bin = next != NIL && index_.ages_.bin(index_.age(index_.nodes_[next].stamp)) == bin;
         if (same_bin) offer(next);
-        if (parent != NIL && index_.nodes_[parent].stands(tier_) && !(same_bin && parent == next)) offer(parent);
+        if (parent != NIL && index_.nodes_[parent].is_listed(tier_) && !(same_bin && parent == next)) offer(parent);
     }
 
   private:
     double value(unsigned use_class, std::size_t bin) const { return index_.values_[use_class * index_.bins() + bin]; }
     double least(unsigned use_class, std::size_t bin) const { return index_.least_[use_class * index_.bins() + bin]; }
 
-    double weight(unsigned kind) const { return kind < weights_.size() ? weights_[kind] : 1; }
+    double weight(unsigned cost_class) const { return cost_class < weights_.size() ? weights_[cost_class] : 1; }
 
-    bool may_leave(double worth) const { return worth < STAYS && worth <= most_; }
+    bool is_evictable(double worth) const { return worth < NOT_EVICTABLE && worth <= most_; }
 
-    void explore(unsigned kind, bool below, unsigned use_class, std::uint64_t from) {
-        const std::size_t n = index_.number(kind, tier_, below, use_class);
+    void explore(unsigned cost_class, bool below, unsigned use_class, std::uint64_t from) {
+        const std::size_t n = index_.order_number(cost_class, tier_, below, use_class);
         const std::uint32_t node = order_.first(index_.roots_[n], from);
         if (node == NIL) return;
         if (from <= index_.oldest_[n]) index_.oldest_[n] = index_.nodes_[node].stamp;
@@ -92,26 +95,27 @@ class Index::Victims {
         const std::size_t bin = index_.ages_.bin(index_.age(index_.nodes_[node].stamp));
         if (bin == 0) return;
         const std::uint64_t younger = index_.clock_ - index_.ages_.edge(bin) + 1;
-        const double promise = least(use_class, bin - 1) * weight(kind);
-        if (may_leave(promise)) cells_.push({promise, kind, below, use_class, NIL, younger});
+        const double lower_bound_value = least(use_class, bin - 1) * weight(cost_class);
+        if (is_evictable(lower_bound_value))
+            candidates_.push({lower_bound_value, cost_class, below, use_class, NIL, younger});
     }
 
     // False where neither this one nor a younger one of its order can leave.
     bool offer(std::uint32_t i) {
         const Node& node = index_.nodes_[i];
-        const bool below = index_.below(node, tier_);
+        const bool below = index_.stored_below(node, tier_);
         if (node.stamp >= before_ || (stored_below_ && !below)) return false;
         const unsigned c = index_.use_class(node.uses);
-        const unsigned kind = index_.kind(node);
-        const double worth = value(c, index_.ages_.bin(index_.age(node.stamp))) * weight(kind);
-        if (may_leave(worth)) cells_.push({worth, kind, below, c, i, node.stamp});
+        const unsigned cost_class = index_.cost_class(node);
+        const double worth = value(c, index_.ages_.bin(index_.age(node.stamp))) * weight(cost_class);
+        if (is_evictable(worth)) candidates_.push({worth, cost_class, below, c, i, node.stamp});
         return true;
     }
 
     // Among equals those stored below first, then in order; what is not known yet before what is.
     struct Later {
         const TierOrder* order;
-        bool operator()(const Cell& a, const Cell& b) const {
+        bool operator()(const Candidate& a, const Candidate& b) const {
             if (a.value != b.value) return a.value > b.value;
             if (a.below != b.below) return b.below;
             if (a.stamp != b.stamp) return a.stamp > b.stamp;
@@ -120,7 +124,7 @@ class Index::Victims {
         }
     };
 
-    using Cells = std::priority_queue<Cell, std::vector<Cell>, Later>;
+    using Candidates = std::priority_queue<Candidate, std::vector<Candidate>, Later>;
 
     Index& index_;
     const TierOrder order_;
@@ -129,10 +133,10 @@ class Index::Victims {
     const std::uint64_t before_;
     const bool stored_below_;
     const double most_;
-    Cells cells_{Later{&order_}};
+    Candidates candidates_{Later{&order_}};
 };
 
-void Index::rank(const double* values) {
+void Index::set_values(const double* values) {
     const std::size_t cells = classes() * bins();
     if (values_.size() == cells && std::memcmp(values_.data(), values, cells * sizeof *values) == 0) return;
     values_.assign(values, values + cells);
@@ -146,14 +150,14 @@ std::vector<Index::Victim> Index::evict(unsigned tier, const double* values, con
                                         std::size_t count, std::uint64_t before, bool stored_below, double most) {
     std::vector<Victim> taken;
     taken.reserve(std::min<std::size_t>(count, resident_[tier]));
-    rank(values);
-    Victims victims(*this, tier, weights, before, stored_below, most);
+    set_values(values);
+    VictimQueue victims(*this, tier, weights, before, stored_below, most);
     while (taken.size() < count) {
         const std::uint32_t i = victims.next();
         if (i == NIL) break;
         const Node node = nodes_[i];
-        const bool was_below = below(node, tier);
-        const unsigned its_kind = kind(node);  // its place may go with it
+        const bool was_below = this->stored_below(node, tier);
+        const unsigned its_cost_class = cost_class(node);  // its place may go with it
         Victim victim{};
         std::memcpy(victim.signature, node.signature, SIGNATURE);
         std::memcpy(victim.place, places_[node.place].name.data(), PLACE);
@@ -164,10 +168,11 @@ std::vector<Index::Victim> Index::evict(unsigned tier, const double* values, con
             std::memcpy(victim.parent, victim.place, SIGNATURE);
         }
         victim.kept = (node.tiers & ~(1u << tier)) != 0;
-        drop(i, tier);
+        remove_from_tier(i, tier);
         taken.push_back(victim);
         if (taken.size() == count) break;
-        victims.left(its_kind, was_below, use_class(node.uses), node.stamp, node.has_parent() ? node.parent : NIL);
+        victims.evicted(its_cost_class, was_below, use_class(node.uses), node.stamp,
+                        node.has_parent() ? node.parent : NIL);
     }
     return taken;
 }
@@ -180,10 +185,10 @@ double Index::worth(unsigned tier, const double* values, const std::vector<doubl
         const bool known = place != NIL && std::memcmp(places_[place].name.data(), records, PLACE) == 0;
         if (!known) place = find_place(records);
         const std::uint32_t found = place == NIL ? NIL : find(place, records + PLACE);
-        if (found == NIL || !nodes_[found].resident(tier) || nodes_[found].holds) return STAYS;
+        if (found == NIL || !nodes_[found].resident(tier) || nodes_[found].holds) return NOT_EVICTABLE;
         const Node& node = nodes_[found];
-        const double weight = kind(node) < weights.size() ? weights[kind(node)] : 1;
-        if (weight == STAYS) return STAYS;
+        const double weight = cost_class(node) < weights.size() ? weights[cost_class(node)] : 1;
+        if (weight == NOT_EVICTABLE) return NOT_EVICTABLE;
         sum += values[use_class(node.uses) * bins() + ages_.bin(age(node.stamp))] * weight;
     }
     return sum;

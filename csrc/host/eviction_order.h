@@ -6,15 +6,15 @@
 #include <cstdint>
 #include <cstring>
 
-#include "nodes.h"
+#include "node_pool.h"
 
 namespace kvcache {
 
 // `place_order(a, b)` compares the names of two places: negative where a comes first.
 template <class PlaceOrder>
-class Order {
+class EvictionOrder {
   public:
-    Order(const Nodes& nodes, unsigned tier, std::uint32_t secret, PlaceOrder place_order)
+    EvictionOrder(const NodePool& nodes, unsigned tier, std::uint32_t secret, PlaceOrder place_order)
         : nodes_(nodes), tier_(tier), secret_(secret), place_order_(place_order) {}
 
     bool earlier(std::uint32_t a, std::uint32_t b) const {
@@ -25,7 +25,7 @@ class Order {
         return order ? order < 0 : one.place != other.place && place_order_(one.place, other.place) < 0;
     }
 
-    void enter(std::uint32_t* root, std::uint32_t node) const {
+    void insert(std::uint32_t* root, std::uint32_t node) const {
         while (*root != NIL && weight(*root) >= weight(node)) root = side(*root, earlier(*root, node));
         std::uint32_t tree = *root;
         *root = node;
@@ -40,7 +40,7 @@ class Order {
         *before = *after = NIL;
     }
 
-    void leave(std::uint32_t* root, std::uint32_t node) const {
+    void erase(std::uint32_t* root, std::uint32_t node) const {
         while (*root != node) root = side(*root, earlier(*root, node));
         std::uint32_t before = *side(node, false), after = *side(node, true);
         while (before != NIL && after != NIL) {
@@ -74,11 +74,11 @@ class Order {
 
   private:
     std::uint32_t* side(std::uint32_t node, bool after) const {
-        Standing& standing = nodes_[node].in(tier_);
-        return after ? &standing.after : &standing.before;
+        TierLinks& listed_nodes = nodes_[node].in(tier_);
+        return after ? &listed_nodes.after : &listed_nodes.before;
     }
 
-    const Nodes& nodes_;
+    const NodePool& nodes_;
     unsigned tier_;
     std::uint32_t secret_;
     PlaceOrder place_order_;

@@ -7,11 +7,11 @@
 #include <cstdint>
 #include <deque>
 
-#include "table.h"
+#include "hash_table.h"
 
 namespace kvcache {
 
-class Ghosts {
+class GhostHistory {
   public:
     struct Use {
         std::uint64_t stamp;
@@ -22,7 +22,7 @@ class Ghosts {
     void add(std::uint64_t hash, Use use);
 
     bool find(std::uint64_t hash, Use* use) const;
-    bool take(std::uint64_t hash, Use* use);  // then it is here no longer
+    bool remove(std::uint64_t hash, Use* use);  // then it is here no longer
 
     // Forgets the first to leave until at most `departures` and the spared are remembered, those that came back among
     // them; calls `gone(use)` for each that did not.
@@ -43,7 +43,7 @@ class Ghosts {
     // What is here may stay, however few departures `trim` is to leave, until `press` says otherwise: then so many of
     // those beyond `departures` no longer.
     void spare() { spared_ = left_.size(); }
-    void press(std::size_t departures, std::size_t count) {
+    void shrink(std::size_t departures, std::size_t count) {
         spared_ = std::min(spared_, left_.size() - std::min(departures, left_.size()));
         spared_ -= std::min(count, spared_);
     }
@@ -87,7 +87,7 @@ class Ghosts {
     std::uint32_t position(std::uint64_t hash) const;  // Table::NONE where it is not here
     const Departure& at(std::uint32_t position) const { return left_[(position - first_) & POSITIONS]; }
 
-    Table table_;                 // positions by tag
+    HashTable table_;             // positions by tag
     std::deque<Departure> left_;  // the first of them at position `first_`
     std::uint32_t first_ = 0;
     std::size_t spared_ = 0;

@@ -1,4 +1,4 @@
-#include "table.h"
+#include "hash_table.h"
 
 #include <sys/mman.h>
 
@@ -19,34 +19,34 @@ std::size_t whole_pages(std::size_t bytes) { return (bytes + PAGE - 1) / PAGE * 
 
 }  // namespace
 
-Pages::Pages(std::size_t bytes) : bytes_(whole_pages(bytes)) {
+MappedMemory::MappedMemory(std::size_t bytes) : bytes_(whole_pages(bytes)) {
     void* const found = mmap(nullptr, bytes_, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     if (found == MAP_FAILED) throw std::bad_alloc();
     data_ = static_cast<std::uint8_t*>(found);
 }
 
-Pages& Pages::operator=(Pages&& other) noexcept {
+MappedMemory& MappedMemory::operator=(MappedMemory&& other) noexcept {
     std::swap(data_, other.data_);
     std::swap(bytes_, other.bytes_);
-    std::swap(given_, other.given_);
+    std::swap(unmapped_, other.unmapped_);
     return *this;
 }
 
-Pages::~Pages() {
-    if (given_ < bytes_) munmap(data_ + given_, bytes_ - given_);
+MappedMemory::~MappedMemory() {
+    if (unmapped_ < bytes_) munmap(data_ + unmapped_, bytes_ - unmapped_);
 }
 
-void Pages::give_back(std::size_t end) {
-    for (; given_ + PIECE <= end; given_ += PIECE) munmap(data_ + given_, PIECE);
+void MappedMemory::unmap_before(std::size_t end) {
+    for (; unmapped_ + PIECE <= end; unmapped_ += PIECE) munmap(data_ + unmapped_, PIECE);
 }
 
-std::size_t Table::bytes() const {
+std::size_t HashTable::bytes() const {
     const std::size_t filled = reached_ == ALL ? now_.size : now_.home(static_cast<std::uint32_t>(reached_));
     const std::size_t written = whole_pages((filled + 3 * TAIL) * sizeof(Slot));
     return std::min(written, now_.memory.bytes()) + old_.memory.bytes();
 }
 
-void Table::insert(std::uint32_t hash, std::uint32_t value) {
+void HashTable::insert(std::uint32_t hash, std::uint32_t value) {
     if (!old_.size && used_ + 1 > now_.size / 16 * 13) {
         if (now_.size > ALL / 9 * 8) throw std::bad_alloc();
         old_ = std::exchange(now_, Slots(now_.size + now_.size / 8));
@@ -57,7 +57,7 @@ void Table::insert(std::uint32_t hash, std::uint32_t value) {
     ++used_;
 }
 
-void Table::put(const Slots& slots, Slot slot) {
+void HashTable::put(const Slots& slots, Slot slot) {
     std::size_t at = slots.home(slot.hash);
     while (slots[at].mark != 0 && slots[at].hash <= slot.hash) ++at;
     std::size_t end = at;
@@ -68,7 +68,7 @@ void Table::put(const Slots& slots, Slot slot) {
 }
 
 // Moves up what follows a gap, each as far as its own place lets it: what comes behind the first that stays is right.
-void Table::close(const Slots& slots, std::size_t gap, std::size_t next) {
+void HashTable::close(const Slots& slots, std::size_t gap, std::size_t next) {
     for (; slots[next].mark != 0; ++next) {
         gap = std::max(gap, slots.home(slots[next].hash));
         if (gap == next) return;
@@ -77,7 +77,7 @@ void Table::close(const Slots& slots, std::size_t gap, std::size_t next) {
 }
 
 // What moves comes behind all that has: to its own place, or to the first that is free.
-void Table::move() {
+void HashTable::move() {
     const std::size_t end = old_.size > SMALL ? std::min(old_.size, moved_ + MOVES) : old_.size;
     std::size_t from = moved_, to = 0;
     for (; from < end || (old_[from].mark != 0 && old_.home(old_[from].hash) < end); ++from) {
@@ -88,11 +88,11 @@ void Table::move() {
     }
     close(old_, end, from);
     moved_ = end, reached_ = end < old_.size ? old_.first_hash(end) : ALL;
-    old_.memory.give_back(moved_ * sizeof(Slot));
+    old_.memory.unmap_before(moved_ * sizeof(Slot));
     if (moved_ == old_.size) old_ = Slots();
 }
 
-void Table::erase(std::uint32_t hash, std::uint32_t value) {
+void HashTable::erase(std::uint32_t hash, std::uint32_t value) {
     const Slots& slots = of(hash);
     std::size_t at = slots.home(hash);
     while (slots[at].mark != value + 1) ++at;

@@ -16,24 +16,24 @@
 namespace kvcache {
 
 // Memory of the system, zero until it is written.
-class Pages {
+class MappedMemory {
   public:
-    Pages() = default;
-    explicit Pages(std::size_t bytes);  // std::bad_alloc
-    Pages(Pages&& other) noexcept { *this = static_cast<Pages&&>(other); }
-    Pages& operator=(Pages&& other) noexcept;
-    ~Pages();
+    MappedMemory() = default;
+    explicit MappedMemory(std::size_t bytes);  // std::bad_alloc
+    MappedMemory(MappedMemory&& other) noexcept { *this = static_cast<MappedMemory&&>(other); }
+    MappedMemory& operator=(MappedMemory&& other) noexcept;
+    ~MappedMemory();
 
     std::uint8_t* data() const { return data_; }
-    std::size_t bytes() const { return bytes_ - given_; }
-    void give_back(std::size_t end);  // what lies before `end`, in whole pieces; it reads as nothing any more
+    std::size_t bytes() const { return bytes_ - unmapped_; }
+    void unmap_before(std::size_t end);  // what lies before `end`, in whole pieces; it reads as nothing any more
 
   private:
     std::uint8_t* data_ = nullptr;
-    std::size_t bytes_ = 0, given_ = 0;
+    std::size_t bytes_ = 0, unmapped_ = 0;
 };
 
-class Table {
+class HashTable {
   public:
     static constexpr std::uint32_t NONE = ~std::uint32_t{0};  // no value is as large as NONE - 1
 
@@ -71,10 +71,10 @@ class Table {
 
     struct Slots {
         std::size_t size = 0;
-        Pages memory;
+        MappedMemory memory;
 
         explicit Slots(std::size_t slots = 0) : size(slots) {
-            if (slots) memory = Pages((slots + 3 * TAIL) * sizeof(Slot));
+            if (slots) memory = MappedMemory((slots + 3 * TAIL) * sizeof(Slot));
         }
         Slot& operator[](std::size_t at) const { return reinterpret_cast<Slot*>(memory.data())[at]; }
         std::size_t home(std::uint32_t hash) const { return std::uint64_t{hash} * size >> 32; }

@@ -17,31 +17,32 @@ std::uint64_t hash_of(std::uint64_t row) { return (row & 0xffffffff) | (row >> 3
 
 }  // namespace
 
-bool Index::keep(Ghosts::Span* span, std::uint32_t count, std::vector<std::uint64_t>* rows) const {
-    return ghosts_.next(span, count, [&](std::uint64_t hash, Ghosts::Use use) {
+bool Index::export_rows(GhostHistory::Span* span, std::uint32_t count, std::vector<std::uint64_t>* rows) const {
+    return ghosts_.next(span, count, [&](std::uint64_t hash, GhostHistory::Use use) {
         rows->push_back(row(hash, use.uses, ages_.bin(age(use.stamp))));
     });
 }
 
-bool Index::keep(std::uint32_t first, std::uint32_t end, std::size_t most, std::vector<std::uint64_t>* rows) const {
-    for (std::uint32_t i = first; i < std::min(end, nodes_.made()) && rows->size() < most; ++i) {
+bool Index::export_rows(std::uint32_t first, std::uint32_t end, std::size_t most,
+                        std::vector<std::uint64_t>* rows) const {
+    for (std::uint32_t i = first; i < std::min(end, nodes_.node_count()) && rows->size() < most; ++i) {
         const Node& node = nodes_[i];
         if (node.tiers) rows->push_back(row(hash(node.place, node.signature), node.uses, ages_.bin(age(node.stamp))));
     }
-    return end < nodes_.made() && rows->size() < most;
+    return end < nodes_.node_count() && rows->size() < most;
 }
 
-bool Index::remember(const Secret& secret, std::uint64_t clock, const std::uint64_t* rows, std::size_t count) {
-    if (clock_ || nodes_.made() || ghosts_.size() || clock >> 39) return false;
+bool Index::import_rows(const Secret& secret, std::uint64_t clock, const std::uint64_t* rows, std::size_t count) {
+    if (clock_ || nodes_.node_count() || ghosts_.size() || clock >> 39) return false;
     for (std::size_t i = 0; i < count; ++i) {
         const std::uint64_t uses = rows[i] >> 48 & 0xff;
         if (rows[i] >> 56 >= ages_.bins() || uses >> Node::USES_BITS > gaps_.size()) return false;
     }
-    secret_ = secret, clock_ = clock, recalling_ = true;
+    secret_ = secret, clock_ = clock, restoring_ = true;
     ages_.begin(clock);
     for (std::size_t i = 0; i < count; ++i) {
         const std::uint64_t hash = hash_of(rows[i]), edge = ages_.edge(rows[i] >> 56);
-        Ghosts::Use use{clock - std::min(clock, edge), rows[i] >> 48 & 0xff}, other;
+        GhostHistory::Use use{clock - std::min(clock, edge), rows[i] >> 48 & 0xff}, other;
         if (ghosts_.find(hash, &other)) continue;
         ghosts_.add(hash, use);
         ages_.add(use_class(use.uses), use.stamp, 1);

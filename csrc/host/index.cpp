@@ -13,7 +13,7 @@ Index::Index(unsigned tiers, std::vector<unsigned> bounds, std::vector<std::uint
     : tiers_(tiers),
       bounds_(std::move(bounds)),
       gaps_(std::move(gaps)),
-      ghosts_a_block_(ghosts),
+      ghosts_per_block_(ghosts),
       nodes_(tiers),
       ages_(1 + bounds_.size() * (gaps_.size() + 1), std::move(edges)),
       reused_(ages_.classes() * ages_.bins()),
@@ -25,50 +25,51 @@ Index::Index(unsigned tiers, std::vector<unsigned> bounds, std::vector<std::uint
 }
 
 std::uint64_t Index::tick() {
-    recalling_ = false;
-    ghosts_.press(most_ghosts(), A_TICK);
+    restoring_ = false;
+    ghosts_.shrink(max_ghosts(), TRIMMED_PER_TICK);
     trim_ghosts();
     ages_.tick(++clock_);
     return clock_;
 }
 
-void Index::assign(const std::vector<std::string>& places, unsigned kind) {
-    if (kind >= kinds()) {
-        roots_.resize((kind + 1) * 2 * tiers_ * ages_.classes(), NIL);
+void Index::assign(const std::vector<std::string>& places, unsigned cost_class) {
+    if (cost_class >= cost_classes()) {
+        roots_.resize((cost_class + 1) * 2 * tiers_ * ages_.classes(), NIL);
         oldest_.resize(roots_.size());
-        of_kind_.resize(kind + 1);
+        by_cost_class_.resize(cost_class + 1);
     }
     std::vector<std::uint32_t> moving;
     for (const std::string& name : places) {
-        if (kind == 0) {
+        if (cost_class == 0) {
             assigned_.erase(name);
         } else {
-            assigned_[name] = static_cast<std::uint16_t>(kind);
+            assigned_[name] = static_cast<std::uint16_t>(cost_class);
         }
         const std::uint32_t place = find_place(reinterpret_cast<const std::uint8_t*>(name.data()));
-        if (place != NIL && places_[place].kind != kind) moving.push_back(place);
+        if (place != NIL && places_[place].cost_class != cost_class) moving.push_back(place);
     }
     if (moving.empty()) return;
     const auto each = [&](auto call) {
-        for (std::uint32_t i = 0; i < nodes_.made(); ++i) {
+        for (std::uint32_t i = 0; i < nodes_.node_count(); ++i) {
             const Node& node = nodes_[i];
             if (node.tiers && std::find(moving.begin(), moving.end(), node.place) != moving.end()) call(i);
         }
     };
     each([&](std::uint32_t i) {
-        leave_orders(i);
+        remove_from_orders(i);
         for (unsigned t = 0; t < tiers_; ++t) {
-            of_kind_[this->kind(nodes_[i])][t] -= nodes_[i].resident(t), of_kind_[kind][t] += nodes_[i].resident(t);
+            by_cost_class_[this->cost_class(nodes_[i])][t] -= nodes_[i].resident(t),
+                by_cost_class_[cost_class][t] += nodes_[i].resident(t);
         }
     });
-    for (const std::uint32_t place : moving) places_[place].kind = static_cast<std::uint16_t>(kind);
-    each([&](std::uint32_t i) { enter_orders(i); });
+    for (const std::uint32_t place : moving) places_[place].cost_class = static_cast<std::uint16_t>(cost_class);
+    each([&](std::uint32_t i) { add_to_orders(i); });
 }
 
 // changing
 
 std::uint32_t Index::create(std::uint32_t place, const std::uint8_t* signature) {
-    const std::uint32_t i = nodes_.take();
+    const std::uint32_t i = nodes_.allocate();
     Node& node = nodes_[i];
     std::memcpy(node.signature, signature, SIGNATURE);
     node.place = place, node.parent = Node::NEVER;
@@ -78,16 +79,16 @@ std::uint32_t Index::create(std::uint32_t place, const std::uint8_t* signature) 
     try {
         table_.insert(static_cast<std::uint32_t>(hash(place, signature)), i);
     } catch (const std::bad_alloc&) {
-        nodes_.give(i);
+        nodes_.free(i);
         throw;
     }
     ++places_[place].nodes;
     return i;
 }
 
-void Index::insert(const Run& run, const std::uint8_t* parent, unsigned tier) {
+void Index::insert(const BlockRun& run, const std::uint8_t* parent, unsigned tier) {
     if (run.blocks == 0) return;
-    const std::uint32_t place = take_place(run.place);
+    const std::uint32_t place = acquire_place(run.place);
     std::uint32_t before = NIL;
     for (std::size_t i = 0; i < run.blocks; ++i) {
         const std::uint8_t* signature = run.signatures + i * SIGNATURE;
@@ -108,13 +109,13 @@ void Index::insert(const Run& run, const std::uint8_t* parent, unsigned tier) {
             }
         } catch (const std::bad_alloc&) {
             if (node != NIL) {
-                forget(node);
+                free_if_unused(node);
             } else {
-                give_place(place);
+                release_place(place);
             }
             throw;
         }
-        settle(node, tier);
+        add_to_tier(node, tier);
         before = node;
     }
 }
@@ -122,18 +123,18 @@ void Index::insert(const Run& run, const std::uint8_t* parent, unsigned tier) {
 // Some tier will have the node now.
 void Index::attach(std::uint32_t i, std::uint32_t parent) {
     Node& node = nodes_[i];
-    Ghosts::Use use;
-    if (node.parent == Node::NEVER && ghosts_.take(hash(node.place, node.signature), &use)) {
+    GhostHistory::Use use;
+    if (node.parent == Node::NEVER && ghosts_.remove(hash(node.place, node.signature), &use)) {
         ages_.add(use_class(use.uses), use.stamp, -1);
-        if (recalling_) {
+        if (restoring_) {
             node.uses = use.uses & 0xff, node.stamp = use.stamp;
         } else {
             count_reuse(use.uses, age(use.stamp));
-            node.uses = used_again(use.uses, age(use.stamp));
+            node.uses = uses_after(use.uses, age(use.stamp));
         }
     }
     node.parent = descends(parent, i) ? Node::UNKNOWN : parent;
-    node.depth = node.has_parent() ? std::min<std::uint32_t>(nodes_[node.parent].depth + 1u, Node::MOST_DEPTH) : 0;
+    node.depth = node.has_parent() ? std::min<std::uint32_t>(nodes_[node.parent].depth + 1u, Node::MAX_DEPTH) : 0;
     ++blocks_;
     count_waiting(node, 1);
 }
@@ -149,22 +150,22 @@ bool Index::descends(std::uint32_t i, std::uint32_t ancestor) const {
     return false;
 }
 
-void Index::settle(std::uint32_t i, unsigned tier) {
+void Index::add_to_tier(std::uint32_t i, unsigned tier) {
     Node& node = nodes_[i];
     if (node.resident(tier)) return;
-    leave_orders(i);
+    remove_from_orders(i);
     if (node.has_parent()) count_child(node.parent, tier, 1);
     node.tiers |= 1u << tier;
-    ++resident_[tier], ++of_kind_[kind(node)][tier];
-    enter_orders(i);
+    ++resident_[tier], ++by_cost_class_[cost_class(node)][tier];
+    add_to_orders(i);
 }
 
-void Index::drop(std::uint32_t i, unsigned tier) {
+void Index::remove_from_tier(std::uint32_t i, unsigned tier) {
     Node& node = nodes_[i];
-    leave_orders(i);
+    remove_from_orders(i);
     node.tiers &= ~(1u << tier);
-    --resident_[tier], --of_kind_[kind(node)][tier];
-    enter_orders(i);
+    --resident_[tier], --by_cost_class_[cost_class(node)][tier];
+    add_to_orders(i);
     const std::uint32_t parent = node.has_parent() ? node.parent : NIL;
     if (!node.tiers) {
         node.parent = Node::GONE;
@@ -173,33 +174,33 @@ void Index::drop(std::uint32_t i, unsigned tier) {
     }
     if (parent != NIL) {
         count_child(parent, tier, -1);
-        forget(parent);
+        free_if_unused(parent);
     }
-    forget(i);
+    free_if_unused(i);
     trim_ghosts();
 }
 
-bool Index::discard(const Run& run, unsigned tier, bool unless_held) {
+bool Index::discard(const BlockRun& run, unsigned tier, bool unless_held) {
     std::uint32_t found = NIL;
-    look_up(run, [&](std::size_t, std::uint32_t node) {
+    for_each_node(run, [&](std::size_t, std::uint32_t node) {
         found = node;
         return false;
     });
     if (found == NIL || !nodes_[found].resident(tier) || (unless_held && nodes_[found].holds)) return false;
-    drop(found, tier);
+    remove_from_tier(found, tier);
     return true;
 }
 
-void Index::refuse(const Run& run) {
-    if (ghosts_a_block_ <= 0) return;
+void Index::refuse(const BlockRun& run) {
+    if (ghosts_per_block_ <= 0) return;
     const std::uint64_t named = place_hash(run.place);
-    look_up(run, [&](std::size_t i, std::uint32_t node) {
+    for_each_node(run, [&](std::size_t i, std::uint32_t node) {
         if (node != NIL) return true;
         const std::uint64_t name = hash_at(named, run.signatures + i * SIGNATURE);
-        Ghosts::Use use{0, 0};
+        GhostHistory::Use use{0, 0};
         std::uint64_t uses = 0;
-        if (ghosts_.take(name, &use)) {
-            uses = used_again(use.uses, age(use.stamp));
+        if (ghosts_.remove(name, &use)) {
+            uses = uses_after(use.uses, age(use.stamp));
             ages_.add(use_class(use.uses), use.stamp, -1);
             count_reuse(use.uses, age(use.stamp));
         }
@@ -214,14 +215,14 @@ void Index::refuse(const Run& run) {
 }
 
 // Unless somebody still has, holds or hangs on it.
-void Index::forget(std::uint32_t i) {
+void Index::free_if_unused(std::uint32_t i) {
     const Node& node = nodes_[i];
     if (node.tiers || node.holds) return;
     for (unsigned t = 0; t < tiers_; ++t) {
         if (node.children(t)) return;
     }
     const std::uint64_t name = hash(node.place, node.signature);
-    if (node.parent == Node::GONE && ghosts_a_block_ > 0) {
+    if (node.parent == Node::GONE && ghosts_per_block_ > 0) {
         try {
             ghosts_.add(name, {node.stamp, node.uses});
             count_waiting(node, 1);
@@ -230,77 +231,77 @@ void Index::forget(std::uint32_t i) {
     }
     table_.erase(static_cast<std::uint32_t>(name), i);
     --places_[node.place].nodes;
-    give_place(node.place);
-    nodes_.give(i);
+    release_place(node.place);
+    nodes_.free(i);
 }
 
 void Index::trim_ghosts() {
-    ghosts_.trim(most_ghosts(), [&](Ghosts::Use use) {
+    ghosts_.trim(max_ghosts(), [&](GhostHistory::Use use) {
         ages_.add(use_class(use.uses), use.stamp, -1);
         ++forgotten_[use_class(use.uses) * ages_.bins() + ages_.bin(age(use.stamp))];
     });
 }
 
-void Index::touch(const Run& run, std::uint64_t stamp) {
+void Index::touch(const BlockRun& run, std::uint64_t stamp) {
     stamp = std::min(stamp, clock_);
-    look_up(run, [&](std::size_t, std::uint32_t i) {
+    for_each_node(run, [&](std::size_t, std::uint32_t i) {
         if (i == NIL) return true;
         Node& node = nodes_[i];
-        const bool stands = node.listed != 0;
-        if (stands) leave_orders(i);
+        const bool is_listed = node.listed != 0;
+        if (is_listed) remove_from_orders(i);
         if (node.tiers) {
             count_waiting(node, -1);
             count_reuse(node.uses, stamp > node.stamp ? stamp - node.stamp : 0);
         }
-        node.uses = used_again(node.uses, stamp > node.stamp ? stamp - node.stamp : 0);
+        node.uses = uses_after(node.uses, stamp > node.stamp ? stamp - node.stamp : 0);
         if (stamp > node.stamp) node.stamp = stamp;
         if (node.tiers) count_waiting(node, 1);
-        if (stands) enter_orders(i);
+        if (is_listed) add_to_orders(i);
         return true;
     });
 }
 
-void Index::recall(const Run& run, std::uint64_t stamp, unsigned uses) {
+void Index::restore_use(const BlockRun& run, std::uint64_t stamp, unsigned uses) {
     stamp = std::min(stamp, clock_);
-    look_up(run, [&](std::size_t, std::uint32_t i) {
+    for_each_node(run, [&](std::size_t, std::uint32_t i) {
         if (i == NIL || !nodes_[i].tiers) return true;
         Node& node = nodes_[i];
-        const bool stands = node.listed != 0;
-        if (stands) leave_orders(i);
+        const bool is_listed = node.listed != 0;
+        if (is_listed) remove_from_orders(i);
         count_waiting(node, -1);
         node.uses = uses, node.stamp = stamp;
         count_waiting(node, 1);
-        if (stands) enter_orders(i);
+        if (is_listed) add_to_orders(i);
         return true;
     });
 }
 
-ByTier Index::hold(const Run& run, ByTier room) {
+ByTier Index::hold(const BlockRun& run, ByTier room) {
     ByTier held{};
-    look_up(run, [&](std::size_t, std::uint32_t i) {
-        if (i == NIL || !nodes_[i].tiers || nodes_[i].holds == Node::MOST_HOLDS) return false;
+    for_each_node(run, [&](std::size_t, std::uint32_t i) {
+        if (i == NIL || !nodes_[i].tiers || nodes_[i].holds == Node::MAX_HOLDS) return false;
         Node& node = nodes_[i];
-        const unsigned nearest = static_cast<unsigned>(__builtin_ctz(node.tiers));
-        if (room[nearest] == held[nearest]) return false;
-        if (!node.holds) leave_orders(i);
+        const unsigned fastest = static_cast<unsigned>(__builtin_ctz(node.tiers));
+        if (room[fastest] == held[fastest]) return false;
+        if (!node.holds) remove_from_orders(i);
         node.holds = node.holds + 1u;
-        ++holds_, ++held[nearest];
+        ++holds_, ++held[fastest];
         return true;
     });
     return held;
 }
 
-bool Index::release(const Run& run) {
+bool Index::release(const BlockRun& run) {
     bool sound = true;
-    look_up(run, [&](std::size_t, std::uint32_t i) {
+    for_each_node(run, [&](std::size_t, std::uint32_t i) {
         sound = i != NIL && nodes_[i].holds > 0;
         if (!sound) return false;
         Node& node = nodes_[i];
         node.holds = node.holds - 1u;
         --holds_;
         if (!node.holds) {
-            enter_orders(i);
-            forget(i);
+            add_to_orders(i);
+            free_if_unused(i);
         }
         return true;
     });
@@ -311,63 +312,63 @@ bool Index::release(const Run& run) {
 // orders
 
 unsigned Index::use_class(std::uint64_t uses) const {
-    const std::uint64_t count = uses & Node::MOST_USES;
+    const std::uint64_t count = uses & Node::MAX_USES;
     unsigned c = 0;
     while (c < bounds_.size() && bounds_[c] <= count) ++c;
     return c ? 1 + (c - 1) * static_cast<unsigned>(gaps_.size() + 1) + static_cast<unsigned>(uses >> Node::USES_BITS)
              : 0;
 }
 
-std::uint8_t Index::used_again(std::uint64_t uses, std::uint64_t age) const {
-    const std::uint64_t count = std::min<std::uint64_t>((uses & Node::MOST_USES) + 1, Node::MOST_USES);
+std::uint8_t Index::uses_after(std::uint64_t uses, std::uint64_t age) const {
+    const std::uint64_t count = std::min<std::uint64_t>((uses & Node::MAX_USES) + 1, Node::MAX_USES);
     const auto gap = std::upper_bound(gaps_.begin(), gaps_.end(), age) - gaps_.begin();
     return static_cast<std::uint8_t>(count | static_cast<std::uint64_t>(gap) << Node::USES_BITS);
 }
 
-std::size_t Index::number(unsigned kind, unsigned tier, bool below, unsigned use_class) const {
-    return (2 * (std::size_t{kind} * tiers_ + tier) + below) * ages_.classes() + use_class;
+std::size_t Index::order_number(unsigned cost_class, unsigned tier, bool below, unsigned use_class) const {
+    return (2 * (std::size_t{cost_class} * tiers_ + tier) + below) * ages_.classes() + use_class;
 }
 
-std::size_t Index::number(const Node& node, unsigned tier) const {
-    return number(kind(node), tier, below(node, tier), use_class(node.uses));
+std::size_t Index::order_number(const Node& node, unsigned tier) const {
+    return order_number(cost_class(node), tier, stored_below(node, tier), use_class(node.uses));
 }
 
-bool Index::may_leave(const Node& node, unsigned tier) const {
+bool Index::is_evictable(const Node& node, unsigned tier) const {
     return node.resident(tier) && !node.holds && !node.children(tier);
 }
 
-void Index::enter(std::uint32_t i, unsigned tier) {
+void Index::add_to_order(std::uint32_t i, unsigned tier) {
     Node& node = nodes_[i];
-    const std::size_t n = number(node, tier);
+    const std::size_t n = order_number(node, tier);
     oldest_[n] = roots_[n] == NIL ? node.stamp : std::min<std::uint64_t>(oldest_[n], node.stamp);
     node.listed |= 1u << tier;
-    order(tier).enter(&roots_[n], i);
+    order(tier).insert(&roots_[n], i);
 }
 
-void Index::leave(std::uint32_t i, unsigned tier) {
+void Index::remove_from_order(std::uint32_t i, unsigned tier) {
     Node& node = nodes_[i];
-    order(tier).leave(&roots_[number(node, tier)], i);
+    order(tier).erase(&roots_[order_number(node, tier)], i);
     node.listed &= ~(1u << tier);
     node.in(tier).children = 0;
 }
 
-void Index::leave_orders(std::uint32_t i) {
+void Index::remove_from_orders(std::uint32_t i) {
     for (unsigned t = 0; t < tiers_; ++t) {
-        if (nodes_[i].stands(t)) leave(i, t);
+        if (nodes_[i].is_listed(t)) remove_from_order(i, t);
     }
 }
 
-void Index::enter_orders(std::uint32_t i) {
+void Index::add_to_orders(std::uint32_t i) {
     for (unsigned t = 0; t < tiers_; ++t) {
-        if (!nodes_[i].stands(t) && may_leave(nodes_[i], t)) enter(i, t);
+        if (!nodes_[i].is_listed(t) && is_evictable(nodes_[i], t)) add_to_order(i, t);
     }
 }
 
 void Index::count_child(std::uint32_t parent, unsigned tier, int change) {
     Node& node = nodes_[parent];
-    if (node.stands(tier)) leave(parent, tier);
+    if (node.is_listed(tier)) remove_from_order(parent, tier);
     node.in(tier).children += static_cast<std::uint32_t>(change);
-    if (!node.in(tier).children) enter_orders(parent);
+    if (!node.in(tier).children) add_to_orders(parent);
 }
 
 void Index::learn(const std::int64_t* reused, const std::int64_t* forgotten) {

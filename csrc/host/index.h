@@ -22,31 +22,31 @@
 #include <unordered_map>
 #include <vector>
 
-#include "ages.h"
-#include "ghosts.h"
-#include "nodes.h"
-#include "order.h"
-#include "table.h"
+#include "age_histogram.h"
+#include "eviction_order.h"
+#include "ghost_history.h"
+#include "hash_table.h"
+#include "node_pool.h"
 
 namespace kvcache {
 
 constexpr std::size_t PLACE = 42;  // namespace, group, shard
 
 // Consecutive blocks of one chain at one place.
-struct Run {
+struct BlockRun {
     const std::uint8_t* place;
     const std::uint8_t* signatures;
     std::size_t blocks;
 };
 
 using Secret = std::array<std::uint64_t, 3>;
-using ByTier = std::array<std::uint64_t, Node::MOST_TIERS>;
+using ByTier = std::array<std::uint64_t, Node::MAX_TIERS>;
 
 class Index {
   public:
     static constexpr std::uint64_t NEVER = std::numeric_limits<std::uint64_t>::max();
-    static constexpr double STAYS = std::numeric_limits<double>::infinity();  // of what does not leave
-    static constexpr unsigned MOST_KINDS = 1 << 12;
+    static constexpr double NOT_EVICTABLE = std::numeric_limits<double>::infinity();  // of what does not leave
+    static constexpr unsigned MAX_COST_CLASSES = 1 << 12;
 
     struct Victim {
         std::uint8_t signature[SIGNATURE], parent[SIGNATURE], place[PLACE];
@@ -64,24 +64,24 @@ class Index {
 
     // What is at these places is of this kind from now on, what comes later too. Takes as long as a walk over all nodes
     // where nodes are there.
-    void assign(const std::vector<std::string>& places, unsigned kind);
-    unsigned kinds() const { return static_cast<unsigned>(of_kind_.size()); }
-    std::uint64_t resident(unsigned kind, unsigned tier) const { return of_kind_[kind][tier]; }
+    void assign(const std::vector<std::string>& places, unsigned cost_class);
+    unsigned cost_classes() const { return static_cast<unsigned>(by_cost_class_.size()); }
+    std::uint64_t resident(unsigned cost_class, unsigned tier) const { return by_cost_class_[cost_class][tier]; }
 
     // The longest prefix for which each run has its last `needs[i]` blocks; by tier, how many have all of theirs there
     // or nearer.
-    std::size_t match(const Run* runs, const std::uint64_t* needs, std::size_t count, ByTier* by_tier) const;
-    void where(const Run& run, std::uint8_t* masks) const;
-    std::uint64_t stamp(const Run& run) const;
-    void uses(const Run& run, std::uint8_t* uses) const;
+    std::size_t match(const BlockRun* runs, const std::uint64_t* needs, std::size_t count, ByTier* by_tier) const;
+    void tier_masks(const BlockRun& run, std::uint8_t* masks) const;
+    std::uint64_t stamp(const BlockRun& run) const;
+    void uses(const BlockRun& run, std::uint8_t* uses) const;
 
-    void insert(const Run& run, const std::uint8_t* parent, unsigned tier);  // `parent` null where it is unknown
-    void refuse(const Run& run);
-    bool discard(const Run& run, unsigned tier, bool unless_held);
-    void touch(const Run& run, std::uint64_t stamp);
-    void recall(const Run& run, std::uint64_t stamp, unsigned uses);  // as it was in another life
-    ByTier hold(const Run& run, ByTier room);
-    bool release(const Run& run);  // false at the first one that is not held
+    void insert(const BlockRun& run, const std::uint8_t* parent, unsigned tier);  // `parent` null where it is unknown
+    void refuse(const BlockRun& run);
+    bool discard(const BlockRun& run, unsigned tier, bool unless_held);
+    void touch(const BlockRun& run, std::uint64_t stamp);
+    void restore_use(const BlockRun& run, std::uint64_t stamp, unsigned uses);  // as it was in another life
+    ByTier hold(const BlockRun& run, ByTier room);
+    bool release(const BlockRun& run);  // false at the first one that is not held
 
     // Takes at most `count`. `values`: of (class, bin), multiplied by the weight of a block's kind (1 for kinds beyond
     // the vector); the least valuable leaves first; infinity: none of it leaves, nor what is worth more than `most`.
@@ -105,13 +105,13 @@ class Index {
     // What outlives a process (recall.cpp): a row each of those of the nodes `first` to `end` that some tier has, while
     // there are less than `most`; of the next `count` of some ghosts, the first to leave first. False behind the last.
     // Before the rows stand the secret and the clock.
-    bool keep(std::uint32_t first, std::uint32_t end, std::size_t most, std::vector<std::uint64_t>* rows) const;
-    std::vector<std::uint64_t> head() const { return {secret_[0], secret_[1], secret_[2], clock_}; }
-    Ghosts::Span newest(std::size_t most) const { return ghosts_.newest(most); }
-    bool keep(Ghosts::Span* span, std::uint32_t count, std::vector<std::uint64_t>* rows) const;
+    bool export_rows(std::uint32_t first, std::uint32_t end, std::size_t most, std::vector<std::uint64_t>* rows) const;
+    std::vector<std::uint64_t> state_header() const { return {secret_[0], secret_[1], secret_[2], clock_}; }
+    GhostHistory::Span newest(std::size_t most) const { return ghosts_.newest(most); }
+    bool export_rows(GhostHistory::Span* span, std::uint32_t count, std::vector<std::uint64_t>* rows) const;
     // Of an index that is new; what is inserted before the first tick goes on as it was, and each tick forgets a few of
     // those for which there is no room. False where the rows are none.
-    bool remember(const Secret& secret, std::uint64_t clock, const std::uint64_t* rows, std::size_t count);
+    bool import_rows(const Secret& secret, std::uint64_t clock, const std::uint64_t* rows, std::size_t count);
 
     unsigned use_class(std::uint64_t uses) const;
     std::size_t classes() const { return ages_.classes(); }
@@ -122,44 +122,45 @@ class Index {
     // Those of the nodes `first` to `end` that the tier has: take(place, signature) for each. False behind the last
     // node.
     template <class Take>
-    bool names(unsigned tier, std::uint32_t first, std::uint32_t end, Take take) const {
-        for (std::uint32_t i = first; i < std::min(end, nodes_.made()); ++i) {
+    bool for_each_resident(unsigned tier, std::uint32_t first, std::uint32_t end, Take take) const {
+        for (std::uint32_t i = first; i < std::min(end, nodes_.node_count()); ++i) {
             const Node& node = nodes_[i];
             if (node.resident(tier)) take(places_[node.place].name.data(), node.signature);
         }
-        return end < nodes_.made();
+        return end < nodes_.node_count();
     }
 
     // An audit in three parts, so that no caller waits long: `picture` copies what is to be looked at, into room that
     // was made before; `audit` looks at a copy; `lost` asks the table for nodes `first` to `end`, false behind the
     // last.
-    std::uint32_t made() const { return nodes_.made(); }
-    Nodes room() const { return Nodes(tiers_); }
-    std::unique_ptr<const Index> picture(Nodes room) const;
+    std::uint32_t node_count() const { return nodes_.node_count(); }
+    NodePool new_pool() const { return NodePool(tiers_); }
+    std::unique_ptr<const Index> snapshot(NodePool pool) const;
     std::vector<std::string> audit() const;
-    bool lost(std::uint32_t first, std::uint32_t end, std::vector<std::string>* faults) const;
+    bool check_table(std::uint32_t first, std::uint32_t end, std::vector<std::string>* faults) const;
     std::vector<std::string> check() const;  // all of it
 
     mutable std::mutex mutex;
 
     // The lock, in turn: a thread that unlocks a mutex and locks it again gets it before those that wait are awake,
     // however often.
-    std::unique_lock<std::mutex> turn() const {
+    std::unique_lock<std::mutex> fair_lock() const {
         const std::lock_guard<std::mutex> next(next_);
         return std::unique_lock<std::mutex>(mutex);
     }
 
   private:
-    Index(const Index& other, Nodes copied);
+    Index(const Index& other, NodePool copied);
 
     mutable std::mutex next_;  // whose turn is next has it
 
-    static constexpr std::size_t A_TICK = 64;  // of the remembered for which there is no room, so many does one forget
-    static constexpr std::size_t BATCH = 32;   // lookups whose memory is asked for before the first is answered
+    static constexpr std::size_t TRIMMED_PER_TICK =
+        64;                                   // of the remembered for which there is no room, so many does one forget
+    static constexpr std::size_t BATCH = 32;  // lookups whose memory is asked for before the first is answered
 
     struct PlaceName {
         std::array<std::uint8_t, PLACE> name;
-        std::uint16_t kind;
+        std::uint16_t cost_class;
         std::uint32_t nodes;
         std::uint64_t hash;  // of the name: numbers are given out again, while ghosts remember
     };
@@ -167,75 +168,77 @@ class Index {
         const std::deque<PlaceName>& places;
         int operator()(std::uint32_t a, std::uint32_t b) const;
     };
-    using TierOrder = Order<PlaceOrder>;
-    struct Cell;
-    class Victims;
+    using TierOrder = EvictionOrder<PlaceOrder>;
+    struct Candidate;
+    class VictimQueue;
 
     TierOrder order(unsigned tier) const { return {nodes_, tier, static_cast<std::uint32_t>(secret_[0]), {places_}}; }
     std::uint64_t age(std::uint64_t stamp) const { return stamp < clock_ ? clock_ - stamp : 0; }
-    std::size_t number(const Node& node, unsigned tier) const;  // of an order
-    std::size_t number(unsigned kind, unsigned tier, bool below, unsigned use_class) const;
-    void enter(std::uint32_t node, unsigned tier);
-    void leave(std::uint32_t node, unsigned tier);
-    void rank(const double* values);
-    unsigned kind(const Node& node) const { return places_[node.place].kind; }
-    bool below(const Node& node, unsigned tier) const { return node.tiers >> (tier + 1) != 0; }
-    bool may_leave(const Node& node, unsigned tier) const;
+    std::size_t order_number(const Node& node, unsigned tier) const;
+    std::size_t order_number(unsigned cost_class, unsigned tier, bool below, unsigned use_class) const;
+    void add_to_order(std::uint32_t node, unsigned tier);
+    void remove_from_order(std::uint32_t node, unsigned tier);
+    void set_values(const double* values);
+    unsigned cost_class(const Node& node) const { return places_[node.place].cost_class; }
+    bool stored_below(const Node& node, unsigned tier) const { return node.tiers >> (tier + 1) != 0; }
+    bool is_evictable(const Node& node, unsigned tier) const;
 
     std::uint64_t place_hash(const std::uint8_t* name) const;
     std::uint32_t find_place(const std::uint8_t* name) const;
-    std::uint32_t take_place(const std::uint8_t* name);
-    void give_place(std::uint32_t place);
+    std::uint32_t acquire_place(const std::uint8_t* name);
+    void release_place(std::uint32_t place);
 
     std::uint64_t hash_at(std::uint64_t place_hash, const std::uint8_t* signature) const;
     std::uint64_t hash(std::uint32_t place, const std::uint8_t* signature) const;
     std::uint32_t find(std::uint32_t place, const std::uint8_t* signature) const;
     void find(std::uint32_t place, const std::uint8_t* signatures, std::size_t blocks, std::uint32_t* found) const;
     template <class Each>  // each(i, node number or NIL), until it says false
-    void look_up(const Run& run, Each each) const;
+    void for_each_node(const BlockRun& run, Each each) const;
 
     std::uint32_t create(std::uint32_t place, const std::uint8_t* signature);
     void attach(std::uint32_t node, std::uint32_t parent);
     bool descends(std::uint32_t node, std::uint32_t ancestor) const;
-    void settle(std::uint32_t node, unsigned tier);
-    void drop(std::uint32_t node, unsigned tier);
-    void forget(std::uint32_t node);
-    void leave_orders(std::uint32_t node);
-    void enter_orders(std::uint32_t node);
+    void add_to_tier(std::uint32_t node, unsigned tier);
+    void remove_from_tier(std::uint32_t node, unsigned tier);
+    void free_if_unused(std::uint32_t node);
+    void remove_from_orders(std::uint32_t node);
+    void add_to_orders(std::uint32_t node);
     void count_child(std::uint32_t parent, unsigned tier, int change);
     void count_waiting(const Node& node, int change) { ages_.add(use_class(node.uses), node.stamp, change); }
-    std::uint8_t used_again(std::uint64_t uses, std::uint64_t age) const;
+    std::uint8_t uses_after(std::uint64_t uses, std::uint64_t age) const;
     void count_reuse(std::uint64_t uses, std::uint64_t age);
-    std::size_t most_ghosts() const { return static_cast<std::size_t>(ghosts_a_block_ * static_cast<double>(blocks_)); }
+    std::size_t max_ghosts() const {
+        return static_cast<std::size_t>(ghosts_per_block_ * static_cast<double>(blocks_));
+    }
     void trim_ghosts();
 
     const unsigned tiers_;
     const std::vector<unsigned> bounds_;
     const std::vector<std::uint64_t> gaps_;
-    const double ghosts_a_block_;
+    const double ghosts_per_block_;
     Secret secret_;
-    bool recalling_ = false;
+    bool restoring_ = false;
     std::uint64_t clock_ = 0, blocks_ = 0, holds_ = 0;  // blocks: nodes that some tier has
     ByTier resident_{};
-    std::vector<ByTier> of_kind_ = std::vector<ByTier>(1);  // residents
-    Nodes nodes_;
-    Table table_;
-    std::size_t named_ = 0;  // of a picture: what the table and the ghosts counted
-    std::size_t remembered_ = 0;
+    std::vector<ByTier> by_cost_class_ = std::vector<ByTier>(1);  // residents
+    NodePool nodes_;
+    HashTable table_;
+    std::size_t table_size_ = 0;  // of a picture: what the table and the ghosts counted
+    std::size_t ghost_count_ = 0;
     std::deque<PlaceName> places_;
     std::vector<std::uint32_t> free_places_;
-    Table place_table_;
+    HashTable place_table_;
     std::unordered_map<std::string, std::uint16_t> assigned_;  // kinds by place; those that have no blocks as well
     std::vector<std::uint32_t> roots_;                         // (kind, tier, below, class)
     std::vector<std::uint64_t> oldest_;                        // by root, no later than the stamp of its first
     std::vector<double> values_, least_;  // (class, bin): the last policy's; over that bin and all younger ones
-    Ages ages_;
+    AgeHistogram ages_;
     std::vector<std::int64_t> reused_, forgotten_;  // (class, bin)
-    Ghosts ghosts_;
+    GhostHistory ghosts_;
 };
 
 template <class Each>
-void Index::look_up(const Run& run, Each each) const {
+void Index::for_each_node(const BlockRun& run, Each each) const {
     const std::uint32_t place = find_place(run.place);
     std::uint32_t found[BATCH];
     for (std::size_t first = 0; first < run.blocks; first += BATCH) {

@@ -37,7 +37,7 @@ std::uint32_t Index::find_place(const std::uint8_t* name) const {
     });
 }
 
-std::uint32_t Index::take_place(const std::uint8_t* name) {
+std::uint32_t Index::acquire_place(const std::uint8_t* name) {
     std::uint32_t place = find_place(name);
     if (place != NIL) return place;
     if (free_places_.empty()) {
@@ -52,11 +52,11 @@ std::uint32_t Index::take_place(const std::uint8_t* name) {
     free_places_.pop_back();
     std::copy_n(name, PLACE, places_[place].name.begin());
     places_[place].hash = hash;
-    places_[place].kind = assigned == assigned_.end() ? 0 : assigned->second;
+    places_[place].cost_class = assigned == assigned_.end() ? 0 : assigned->second;
     return place;
 }
 
-void Index::give_place(std::uint32_t place) {
+void Index::release_place(std::uint32_t place) {
     if (places_[place].nodes > 0) return;
     place_table_.erase(static_cast<std::uint32_t>(places_[place].hash), place);
     free_places_.push_back(place);
@@ -100,7 +100,7 @@ void Index::find(std::uint32_t place, const std::uint8_t* signatures, std::size_
     }
 }
 
-std::size_t Index::match(const Run* runs, const std::uint64_t* needs, std::size_t count, ByTier* by_tier) const {
+std::size_t Index::match(const BlockRun* runs, const std::uint64_t* needs, std::size_t count, ByTier* by_tier) const {
     std::size_t limit = count ? runs[0].blocks : 0;
     for (std::size_t g = 0; g < count; ++g) limit = std::min(limit, runs[g].blocks);
     const std::size_t asked = limit;
@@ -109,7 +109,7 @@ std::size_t Index::match(const Run* runs, const std::uint64_t* needs, std::size_
         for (std::size_t g = 0; g < count; ++g) {
             if ((needs[g] >= asked) != all) continue;
             masks[g].resize(limit);
-            look_up({runs[g].place, runs[g].signatures, limit}, [&](std::size_t i, std::uint32_t node) {
+            for_each_node({runs[g].place, runs[g].signatures, limit}, [&](std::size_t i, std::uint32_t node) {
                 masks[g][i] = node == NIL ? 0 : nodes_[node].tiers;
                 if (all && masks[g][i] == 0) limit = i;
                 return masks[g][i] != 0 || !all;
@@ -128,40 +128,40 @@ std::size_t Index::match(const Run* runs, const std::uint64_t* needs, std::size_
     }
     by_tier->fill(0);
     for (std::size_t i = 0; i < usable; ++i) {
-        unsigned farthest = 0;
+        unsigned slowest = 0;
         for (std::size_t g = 0; g < count; ++g) {
             if (usable - i > needs[g]) continue;
-            farthest = std::max(farthest, static_cast<unsigned>(__builtin_ctz(masks[g][i])));
+            slowest = std::max(slowest, static_cast<unsigned>(__builtin_ctz(masks[g][i])));
         }
-        ++(*by_tier)[farthest];
+        ++(*by_tier)[slowest];
     }
     return usable;
 }
 
-void Index::where(const Run& run, std::uint8_t* masks) const {
-    look_up(run, [&](std::size_t i, std::uint32_t node) {
+void Index::tier_masks(const BlockRun& run, std::uint8_t* masks) const {
+    for_each_node(run, [&](std::size_t i, std::uint32_t node) {
         masks[i] = node == NIL ? 0 : nodes_[node].tiers;
         return true;
     });
 }
 
-std::uint64_t Index::stamp(const Run& run) const {
+std::uint64_t Index::stamp(const BlockRun& run) const {
     std::uint64_t stamp = clock_;
-    look_up(run, [&](std::size_t, std::uint32_t node) {
+    for_each_node(run, [&](std::size_t, std::uint32_t node) {
         if (node != NIL) stamp = nodes_[node].stamp;
         return false;
     });
     return stamp;
 }
 
-void Index::uses(const Run& run, std::uint8_t* uses) const {
+void Index::uses(const BlockRun& run, std::uint8_t* uses) const {
     const std::uint64_t named = place_hash(run.place);
-    look_up(run, [&](std::size_t i, std::uint32_t node) {
+    for_each_node(run, [&](std::size_t i, std::uint32_t node) {
         uses[i] = node == NIL ? 0 : static_cast<std::uint8_t>(nodes_[node].uses);
-        Ghosts::Use use;
+        GhostHistory::Use use;
         const bool known = node != NIL && nodes_[node].parent != Node::NEVER;
         if (!known && ghosts_.find(hash_at(named, run.signatures + i * SIGNATURE), &use)) {
-            uses[i] = used_again(use.uses, age(use.stamp));
+            uses[i] = uses_after(use.uses, age(use.stamp));
         }
         return true;
     });

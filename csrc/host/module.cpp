@@ -11,8 +11,8 @@
 #include <string>
 #include <vector>
 
-#include "copy.h"
-#include "objects.h"
+#include "block_copy.h"
+#include "py_buffers.h"
 
 namespace py = pybind11;
 using namespace kvcache;
@@ -71,7 +71,7 @@ PYBIND11_MODULE(_native, module) {
     module.doc() = "The compiled core of kvcache.";
     bind_chain(module);
     bind_index(module);
-    bind_play(module);
+    bind_replay(module);
     module.def("populate", &py_populate, py::arg("memory"),
                R"(Have the system find this memory (a writable buffer) now, not at its first touch.
 

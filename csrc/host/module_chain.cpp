@@ -1,5 +1,5 @@
 // Token ids and their digest chain, for Python.
-#include "objects.h"
+#include "py_buffers.h"
 
 #if PY_VERSION_HEX < 0x030B0000
 #include <longintrepr.h>
@@ -11,8 +11,8 @@ namespace py = pybind11;
 
 namespace kvcache {
 
-ChainInput::ChainInput(const py::handle& parent, const py::handle& tokens, std::size_t block_tokens,
-                       const py::handle& extras)
+ChainArgs::ChainArgs(const py::handle& parent, const py::handle& tokens, std::size_t block_tokens,
+                     const py::handle& extras)
     : parent_(parent, PyBUF_SIMPLE),
       tokens_(tokens, PyBUF_FORMAT),
       block_tokens_(block_tokens),
@@ -33,7 +33,7 @@ ChainInput::ChainInput(const py::handle& parent, const py::handle& tokens, std::
                                         std::to_string(blocks_) + " full blocks");
 }
 
-void ChainInput::digest(bool plain, std::uint8_t* out) const {
+void ChainArgs::digest(bool plain, std::uint8_t* out) const {
     const TokenIds ids{tokens_.data(), tokens_.item_bytes() == 8};
     const std::size_t done = digest_chain(plain ? sha256_plain : sha256_fastest(), parent_.data(), ids, block_tokens_,
                                           has_extras_ ? extras_.data() : nullptr, blocks_, out);
@@ -44,7 +44,7 @@ namespace {
 
 py::bytes py_digest_chain(const py::object& parent, const py::object& tokens, std::size_t block_tokens,
                           const py::object& extras, bool plain) {
-    const ChainInput input(parent, tokens, block_tokens, extras);
+    const ChainArgs input(parent, tokens, block_tokens, extras);
     py::bytes out(nullptr, input.blocks() * SHA_DIGEST);
     std::uint8_t* digests = reinterpret_cast<std::uint8_t*>(PyBytes_AS_STRING(out.ptr()));
     {
@@ -110,7 +110,7 @@ void bind_chain(py::module_& module) {
                R"(The 32-byte signatures of the full blocks of `tokens`, one behind the other.
 
 signature[i] = SHA-256(signature[i - 1] + token ids of block i as little-endian uint32 + extras[i]); `parent`, 32 bytes,
-stands before the first. `tokens` is a contiguous buffer of uint32 or int64, which must not change meanwhile; those
+is_listed before the first. `tokens` is a contiguous buffer of uint32 or int64, which must not change meanwhile; those
 behind the last full block are left out. `extras` has one entry a full block. `plain` keeps to code that every processor
 runs. Releases the interpreter lock. OverflowError where an int64 is no uint32; ValueError, TypeError or BufferError
 for anything else.)");

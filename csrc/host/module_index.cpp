@@ -6,28 +6,28 @@
 #include <mutex>
 
 #include "index.h"
-#include "inputs.h"
-#include "objects.h"
-#include "play.h"
+#include "py_buffers.h"
+#include "py_index_args.h"
+#include "replay.h"
 
 namespace py = pybind11;
 
 namespace kvcache {
 namespace {
 
-constexpr std::size_t BRIEF = 32;          // blocks
-constexpr std::uint32_t A_PART = 1 << 12;  // nodes that are looked at under the lock at a time, by who looks at all
+constexpr std::size_t BRIEF_BLOCKS = 32;       // blocks
+constexpr std::uint32_t PART_NODES = 1 << 12;  // nodes that are looked at under the lock at a time, by who looks at all
 
 // A brief call keeps the interpreter lock, since having it back may take a turn of every other thread; but no thread
 // that has it waits for the index.
 template <class Call>
 auto locked(const Index& index, std::size_t blocks, Call call) {
-    if (blocks <= BRIEF) {
+    if (blocks <= BRIEF_BLOCKS) {
         const std::unique_lock<std::mutex> lock(index.mutex, std::try_to_lock);
         if (lock) return call();
     }
     py::gil_scoped_release unlocked;
-    const auto lock = index.turn();  // released before the wait for the interpreter lock
+    const auto lock = index.fair_lock();  // released before the wait for the interpreter lock
     return call();
 }
 
@@ -43,7 +43,7 @@ class PyIndex {
     }
 
     py::tuple match(const py::sequence& places, const std::vector<std::uint64_t>& needs, const py::object& signatures) {
-        const Groups groups(places, needs);
+        const LookupArgs groups(places, needs);
         const Buffer view(signatures, PyBUF_SIMPLE);
         expect(view.bytes() % SIGNATURE == 0, "signatures of " + std::to_string(view.bytes()) + " bytes");
         ByTier by_tier;
@@ -53,42 +53,43 @@ class PyIndex {
         return py::make_tuple(found, tuple(by_tier));
     }
 
-    py::tuple ask(const py::object& parent, const py::object& tokens, std::size_t block_tokens,
-                  const py::object& extras, const py::sequence& places, const std::vector<std::uint64_t>& needs) {
-        const ChainInput input(parent, tokens, block_tokens, extras);
-        const Groups groups(places, needs);
+    py::tuple hash_and_match(const py::object& parent, const py::object& tokens, std::size_t block_tokens,
+                             const py::object& extras, const py::sequence& places,
+                             const std::vector<std::uint64_t>& needs) {
+        const ChainArgs input(parent, tokens, block_tokens, extras);
+        const LookupArgs groups(places, needs);
         py::bytes out(nullptr, input.blocks() * SIGNATURE);
         std::uint8_t* signatures = reinterpret_cast<std::uint8_t*>(PyBytes_AS_STRING(out.ptr()));
         ByTier by_tier;
         std::size_t found;
         const auto look = [&] { return groups.match(index_, signatures, input.blocks(), &by_tier); };
-        if (input.blocks() <= BRIEF) {
+        if (input.blocks() <= BRIEF_BLOCKS) {
             input.digest(false, signatures);
             found = locked(index_, input.blocks(), look);
         } else {
             py::gil_scoped_release unlocked;
             input.digest(false, signatures);
-            const auto lock = index_.turn();
+            const auto lock = index_.fair_lock();
             found = look();
         }
         return py::make_tuple(out, found, tuple(by_tier));
     }
 
-    py::bytes where(const py::object& place, const py::object& signatures) {
-        const RunInput input(place, signatures);
+    py::bytes tier_masks(const py::object& place, const py::object& signatures) {
+        const BlockRunArgs input(place, signatures);
         py::bytes out(nullptr, input.blocks());
         std::uint8_t* masks = reinterpret_cast<std::uint8_t*>(PyBytes_AS_STRING(out.ptr()));
-        locked(index_, input.blocks(), [&] { index_.where(input.run(), masks); });
+        locked(index_, input.blocks(), [&] { index_.tier_masks(input.run(), masks); });
         return out;
     }
 
     std::uint64_t stamp(const py::object& place, const py::object& signature) {
-        const RunInput input(place, signature);
+        const BlockRunArgs input(place, signature);
         return locked(index_, 1, [&] { return index_.stamp(input.run()); });
     }
 
     void insert(const py::object& place, const py::object& signatures, const py::object& parent, unsigned tier) {
-        const RunInput input(place, signatures);
+        const BlockRunArgs input(place, signatures);
         const Buffer before(parent, PyBUF_SIMPLE);
         expect(before.bytes() == SIGNATURE || before.bytes() == 0,
                "a parent of " + std::to_string(before.bytes()) + " bytes: expected 32, or none where it is unknown");
@@ -97,48 +98,49 @@ class PyIndex {
         locked(index_, input.blocks(), [&] { index_.insert(input.run(), known, tier); });
     }
 
-    void assign(const std::vector<std::string>& places, unsigned kind) {
+    void assign(const std::vector<std::string>& places, unsigned cost_class) {
         for (const std::string& place : places) {
             expect(place.size() == PLACE, "a place of " + std::to_string(place.size()) + " bytes");
         }
-        expect(kind < Index::MOST_KINDS,
-               "kind " + std::to_string(kind) + ": expected less than " + std::to_string(Index::MOST_KINDS));
-        locked(index_, BRIEF + 1, [&] { index_.assign(places, kind); });
+        expect(cost_class < Index::MAX_COST_CLASSES, "kind " + std::to_string(cost_class) + ": expected less than " +
+                                                         std::to_string(Index::MAX_COST_CLASSES));
+        locked(index_, BRIEF_BLOCKS + 1, [&] { index_.assign(places, cost_class); });
     }
 
-    std::vector<std::uint64_t> residents(unsigned tier) {
+    std::vector<std::uint64_t> resident_by_class(unsigned tier) {
         check_tier(tier);
         return locked(index_, 1, [&] {
-            std::vector<std::uint64_t> of_kind;
-            for (unsigned kind = 0; kind < index_.kinds(); ++kind) of_kind.push_back(index_.resident(kind, tier));
-            return of_kind;
+            std::vector<std::uint64_t> by_cost_class;
+            for (unsigned cost_class = 0; cost_class < index_.cost_classes(); ++cost_class)
+                by_cost_class.push_back(index_.resident(cost_class, tier));
+            return by_cost_class;
         });
     }
 
     void refuse(const py::object& place, const py::object& signatures) {
-        const RunInput input(place, signatures);
+        const BlockRunArgs input(place, signatures);
         locked(index_, input.blocks(), [&] { index_.refuse(input.run()); });
     }
 
     bool discard(const py::object& place, const py::object& signature, unsigned tier, bool unless_held) {
-        const RunInput input(place, signature);
+        const BlockRunArgs input(place, signature);
         check_tier(tier);
         return locked(index_, 1, [&] { return index_.discard(input.run(), tier, unless_held); });
     }
 
     void touch(const py::object& place, const py::object& signatures, std::uint64_t stamp) {
-        const RunInput input(place, signatures);
+        const BlockRunArgs input(place, signatures);
         locked(index_, input.blocks(), [&] { index_.touch(input.run(), stamp); });
     }
 
-    void recall(const py::object& place, const py::object& signatures, std::uint64_t stamp, unsigned uses) {
-        const RunInput input(place, signatures);
+    void restore_use(const py::object& place, const py::object& signatures, std::uint64_t stamp, unsigned uses) {
+        const BlockRunArgs input(place, signatures);
         expect(uses < 256, std::to_string(uses) + " uses: expected a byte");
-        locked(index_, input.blocks(), [&] { index_.recall(input.run(), stamp, uses); });
+        locked(index_, input.blocks(), [&] { index_.restore_use(input.run(), stamp, uses); });
     }
 
     py::tuple hold(const py::object& place, const py::object& signatures, const std::vector<std::uint64_t>& room) {
-        const RunInput input(place, signatures);
+        const BlockRunArgs input(place, signatures);
         expect(room.size() == tiers_,
                "room in " + std::to_string(room.size()) + " tiers: expected one each of " + std::to_string(tiers_));
         ByTier most{};
@@ -147,7 +149,7 @@ class PyIndex {
     }
 
     void release(const py::object& place, const py::object& signatures) {
-        const RunInput input(place, signatures);
+        const BlockRunArgs input(place, signatures);
         const bool sound = locked(index_, input.blocks(), [&] { return index_.release(input.run()); });
         expect(sound, "release of a block that is not held: give back what `hold` took, once");
     }
@@ -155,7 +157,7 @@ class PyIndex {
     py::list evict(unsigned tier, const py::object& values, std::size_t count, const py::object& before,
                    bool stored_below, const std::vector<double>& weights, double most) {
         check_tier(tier);
-        const TableInput table(values, weights, index_);
+        const ValueTableArgs table(values, weights, index_);
         const std::uint64_t earlier = before.is_none() ? Index::NEVER : before.cast<std::uint64_t>();
         const auto victims = locked(index_, count, [&] {
             return index_.evict(tier, table.values(), weights, count, earlier, stored_below, most);
@@ -171,7 +173,7 @@ class PyIndex {
     double worth(unsigned tier, const py::object& values, const py::object& records,
                  const std::vector<double>& weights) {
         check_tier(tier);
-        const TableInput table(values, weights, index_);
+        const ValueTableArgs table(values, weights, index_);
         const Buffer rows(records, PyBUF_SIMPLE);
         const std::size_t count = rows.bytes() / (PLACE + SIGNATURE);
         expect(rows.bytes() == count * (PLACE + SIGNATURE),
@@ -182,38 +184,39 @@ class PyIndex {
     py::bytes names(unsigned tier) {
         check_tier(tier);
         return joined(gathered<std::uint8_t>([&](std::uint32_t first, std::uint32_t end, auto* part) {
-            return index_.names(tier, first, end, [&](const std::uint8_t* place, const std::uint8_t* signature) {
-                part->insert(part->end(), place, place + PLACE);
-                part->insert(part->end(), signature, signature + SIGNATURE);
-            });
+            return index_.for_each_resident(tier, first, end,
+                                            [&](const std::uint8_t* place, const std::uint8_t* signature) {
+                                                part->insert(part->end(), place, place + PLACE);
+                                                part->insert(part->end(), signature, signature + SIGNATURE);
+                                            });
         }));
     }
 
     py::bytes uses(const py::object& place, const py::object& signatures) {
-        const RunInput input(place, signatures);
+        const BlockRunArgs input(place, signatures);
         py::bytes out(nullptr, input.blocks());
         std::uint8_t* uses = reinterpret_cast<std::uint8_t*>(PyBytes_AS_STRING(out.ptr()));
         locked(index_, input.blocks(), [&] { index_.uses(input.run(), uses); });
         return out;
     }
 
-    void play(const py::object& place, const py::object& starts, const py::object& blocks, const py::object& signatures,
-              std::size_t first, std::size_t end, std::uint64_t capacity, const py::object& values,
-              const py::object& hits, bool refuses) {
+    void replay(const py::object& place, const py::object& starts, const py::object& blocks,
+                const py::object& signatures, std::size_t first, std::size_t end, std::uint64_t capacity,
+                const py::object& values, const py::object& hits, bool refuses) {
         const Buffer where(place, PyBUF_SIMPLE), begins(starts, PyBUF_FORMAT), chain(blocks, PyBUF_FORMAT);
         const Buffer names(signatures, PyBUF_SIMPLE);
-        const TableInput table(values, {}, index_);
+        const ValueTableArgs table(values, {}, index_);
         const Buffer out(hits, PyBUF_FORMAT | PyBUF_WRITABLE);
         expect(where.bytes() == PLACE && first <= end && out.integers("i", 4, "int32") >= end - first,
-               "requests to play: expected a place, and a hit each of those that there are");
-        check_chains(begins, chain, names.bytes() / SIGNATURE, first, end);
-        expect(tiers_ == 1, "a trace is played to one tier");
-        expect(capacity >= index_.resident(0), "a capacity below what is there");
-        locked(index_, BRIEF + 1, [&] {
-            kvcache::play(index_, where.data(),
-                          {reinterpret_cast<const std::int64_t*>(begins.data()),
-                           reinterpret_cast<const std::int32_t*>(chain.data()), names.data(), first, end},
-                          capacity, table.values(), refuses, reinterpret_cast<std::int32_t*>(out.data()));
+               "expected a place, and one hit for each request");
+        check_requests(begins, chain, names.bytes() / SIGNATURE, first, end);
+        expect(tiers_ == 1, "a trace is replayed on an index of one tier");
+        expect(capacity >= index_.resident(0), "a capacity below the number of resident blocks");
+        locked(index_, BRIEF_BLOCKS + 1, [&] {
+            kvcache::replay(index_, where.data(),
+                            {reinterpret_cast<const std::int64_t*>(begins.data()),
+                             reinterpret_cast<const std::int32_t*>(chain.data()), names.data(), first, end},
+                            capacity, table.values(), refuses, reinterpret_cast<std::int32_t*>(out.data()));
         });
     }
 
@@ -238,31 +241,32 @@ class PyIndex {
     }
 
     // Secret, clock, then rows: ghosts, the first to leave first, then blocks that some tier has.
-    py::bytes kept(std::size_t most) {
+    py::bytes export_state(std::size_t most) {
         auto here = gathered<std::uint64_t>([&](std::uint32_t first, std::uint32_t end, auto* part) {
-            const bool more = index_.keep(first, end, most, part);
+            const bool more = index_.export_rows(first, end, most, part);
             most -= part->size();
             return more;
         });
         std::vector<std::uint64_t> head;
-        Ghosts::Span left;
+        GhostHistory::Span left;
         locked(index_, 1, [&] {
-            head = index_.head();
+            head = index_.state_header();
             left = index_.newest(most);
         });
-        auto told = gathered<std::uint64_t>([&](auto, auto, auto* part) { return index_.keep(&left, A_PART, part); });
-        told.insert(told.begin(), std::move(head));
-        told.insert(told.end(), here.begin(), here.end());
-        return joined(std::move(told));
+        auto rows = gathered<std::uint64_t>(
+            [&](auto, auto, auto* part) { return index_.export_rows(&left, PART_NODES, part); });
+        rows.insert(rows.begin(), std::move(head));
+        rows.insert(rows.end(), here.begin(), here.end());
+        return joined(std::move(rows));
     }
 
-    void remember(const py::object& told) {
-        const Buffer view(told, PyBUF_SIMPLE);
+    void import_state(const py::object& state) {
+        const Buffer view(state, PyBUF_SIMPLE);
         std::vector<std::uint64_t> words(view.bytes() / 8);
         expect(view.bytes() % 8 == 0 && words.size() >= 4, "nothing that an index told");
         std::copy_n(view.data(), view.bytes(), reinterpret_cast<std::uint8_t*>(words.data()));
         const bool sound = locked(index_, words.size(), [&] {
-            return index_.remember({words[0], words[1], words[2]}, words[3], words.data() + 4, words.size() - 4);
+            return index_.import_rows({words[0], words[1], words[2]}, words[3], words.data() + 4, words.size() - 4);
         });
         expect(sound, "what another index told is no use to this one, or it is not new");
     }
@@ -282,17 +286,17 @@ class PyIndex {
         std::vector<std::string> faults;
         {
             py::gil_scoped_release unlocked;
-            Nodes room = index_.room();
-            auto lock = index_.turn();
-            const std::uint32_t made = index_.made();
+            NodePool room = index_.new_pool();
+            auto lock = index_.fair_lock();
+            const std::uint32_t node_count = index_.node_count();
             lock.unlock();
-            room.prepare(made);
-            lock = index_.turn();
-            const std::unique_ptr<const Index> picture = index_.picture(std::move(room));
+            room.prepare(node_count);
+            lock = index_.fair_lock();
+            const std::unique_ptr<const Index> snapshot = index_.snapshot(std::move(room));
             lock.unlock();
-            faults = picture->audit();
+            faults = snapshot->audit();
         }
-        by_parts([&](std::uint32_t first, std::uint32_t end) { return index_.lost(first, end, &faults); });
+        by_parts([&](std::uint32_t first, std::uint32_t end) { return index_.check_table(first, end, &faults); });
         return faults;
     }
 
@@ -320,9 +324,9 @@ class PyIndex {
     template <class Call>
     void by_parts(Call call) {
         py::gil_scoped_release unlocked;
-        for (std::uint32_t first = 0;; first += A_PART) {
-            const auto lock = index_.turn();
-            if (!call(first, first + A_PART)) return;
+        for (std::uint32_t first = 0;; first += PART_NODES) {
+            const auto lock = index_.fair_lock();
+            if (!call(first, first + PART_NODES)) return;
         }
     }
 
@@ -341,7 +345,7 @@ class PyIndex {
 };
 
 void PyIndex::bind(py::module_& module) {
-    py::class_<PyIndex>(module, "Index", R"(The block index; its twin, PlainIndex, says what each call means.
+    py::class_<PyIndex>(module, "Index", R"(The block index; its twin, `ReferenceIndex`, defines each call.
 
 A place is 42 bytes: namespace, group, shard; signatures are 32 bytes a block, packed. Releases the interpreter lock
 for more than a few blocks. ValueError where arguments make no sense.)")
@@ -351,12 +355,12 @@ for more than a few blocks. ValueError where arguments make no sense.)")
             py::arg("gaps") = std::vector<std::uint64_t>())
         .def("tick", &PyIndex::tick)
         .def("match", &PyIndex::match, py::arg("places"), py::arg("needs"), py::arg("signatures"))
-        .def("ask", &PyIndex::ask, py::arg("parent"), py::arg("tokens"), py::arg("block_tokens"), py::arg("extras"),
-             py::arg("places"), py::arg("needs"),
+        .def("hash_and_match", &PyIndex::hash_and_match, py::arg("parent"), py::arg("tokens"), py::arg("block_tokens"),
+             py::arg("extras"), py::arg("places"), py::arg("needs"),
              "`digest_chain` and `match` of its result in one call: (signatures, blocks, blocks by tier).")
-        .def("where", &PyIndex::where, py::arg("place"), py::arg("signatures"))
+        .def("tier_masks", &PyIndex::tier_masks, py::arg("place"), py::arg("signatures"))
         .def("uses", &PyIndex::uses, py::arg("place"), py::arg("signatures"))
-        .def("play", &PyIndex::play, py::arg("place"), py::arg("starts"), py::arg("blocks"), py::arg("signatures"),
+        .def("replay", &PyIndex::replay, py::arg("place"), py::arg("starts"), py::arg("blocks"), py::arg("signatures"),
              py::arg("first"), py::arg("end"), py::arg("capacity"), py::arg("values"), py::arg("hits"),
              py::arg("refuses") = true)
         .def("stamp", &PyIndex::stamp, py::arg("place"), py::arg("signature"))
@@ -365,7 +369,8 @@ for more than a few blocks. ValueError where arguments make no sense.)")
         .def("discard", &PyIndex::discard, py::arg("place"), py::arg("signature"), py::arg("tier"),
              py::arg("unless_held"))
         .def("touch", &PyIndex::touch, py::arg("place"), py::arg("signatures"), py::arg("stamp"))
-        .def("recall", &PyIndex::recall, py::arg("place"), py::arg("signatures"), py::arg("stamp"), py::arg("uses"))
+        .def("restore_use", &PyIndex::restore_use, py::arg("place"), py::arg("signatures"), py::arg("stamp"),
+             py::arg("uses"))
         .def("hold", &PyIndex::hold, py::arg("place"), py::arg("signatures"), py::arg("room"))
         .def("release", &PyIndex::release, py::arg("place"), py::arg("signatures"))
         .def("evict", &PyIndex::evict, py::arg("tier"), py::arg("values"), py::arg("count"), py::arg("before"),
@@ -373,16 +378,16 @@ for more than a few blocks. ValueError where arguments make no sense.)")
              py::arg("most") = std::numeric_limits<double>::infinity())
         .def("worth", &PyIndex::worth, py::arg("tier"), py::arg("values"), py::arg("records"),
              py::arg("weights") = std::vector<double>{})
-        .def("assign", &PyIndex::assign, py::arg("places"), py::arg("kind"))
-        .def("residents", &PyIndex::residents, py::arg("tier"))
+        .def("assign", &PyIndex::assign, py::arg("places"), py::arg("cost_class"))
+        .def("resident_by_class", &PyIndex::resident_by_class, py::arg("tier"))
         .def("resident", &PyIndex::resident, py::arg("tier"))
         .def("names", &PyIndex::names, py::arg("tier"))
         .def("waiting", &PyIndex::waiting)
         .def("reused", &PyIndex::reused)
         .def("forgotten", &PyIndex::forgotten)
         .def("learn", &PyIndex::learn, py::arg("reused"), py::arg("forgotten"))
-        .def("kept", &PyIndex::kept, py::arg("most"))
-        .def("remember", &PyIndex::remember, py::arg("told"))
+        .def("export_state", &PyIndex::export_state, py::arg("most"))
+        .def("import_state", &PyIndex::import_state, py::arg("state"))
         .def("check", &PyIndex::check)
         .def("held", [](PyIndex& self) { return self.number([](const Index& i) { return i.held(); }); })
         .def("ghosts", [](PyIndex& self) { return self.number([](const Index& i) { return i.ghosts(); }); })

@@ -15,7 +15,7 @@ constexpr std::uint32_t NIL = ~std::uint32_t{0};
 
 // What a node is to one tier: where it stands in that tier's order, or, as what stands there has none, how many of its
 // children the tier has.
-struct Standing {
+struct TierLinks {
     union {
         std::uint32_t before;  // the subtree of those that leave earlier
         std::uint32_t children;
@@ -36,38 +36,39 @@ struct __attribute__((packed, aligned(4))) Node {
     static constexpr std::uint32_t NEVER = NIL - 3;    // no tier has had this node yet: only its children are known
 
     // Of the uses again: how many there were, and in the bits above that after how long the last of them came.
-    static constexpr unsigned MOST_USES = 0x1f, USES_BITS = 5, MOST_GAPS = 7;
-    static constexpr unsigned MOST_TIERS = 4, MOST_HOLDS = 0xffff, MOST_DEPTH = 0xffffff;
+    static constexpr unsigned MAX_USES = 0x1f, USES_BITS = 5, MAX_GAPS = 7;
+    static constexpr unsigned MAX_TIERS = 4, MAX_HOLDS = 0xffff, MAX_DEPTH = 0xffffff;
 
-    Standing& in(unsigned tier) { return reinterpret_cast<Standing*>(this + 1)[tier]; }
-    const Standing& in(unsigned tier) const { return reinterpret_cast<const Standing*>(this + 1)[tier]; }
+    TierLinks& in(unsigned tier) { return reinterpret_cast<TierLinks*>(this + 1)[tier]; }
+    const TierLinks& in(unsigned tier) const { return reinterpret_cast<const TierLinks*>(this + 1)[tier]; }
     bool resident(unsigned tier) const { return tiers >> tier & 1; }
-    bool stands(unsigned tier) const { return listed >> tier & 1; }
-    std::uint32_t children(unsigned tier) const { return stands(tier) ? 0 : in(tier).children; }
+    bool is_listed(unsigned tier) const { return listed >> tier & 1; }
+    std::uint32_t children(unsigned tier) const { return is_listed(tier) ? 0 : in(tier).children; }
     bool has_parent() const { return parent < NEVER; }
 };
 
 static_assert(sizeof(Node) == 52, "packed");
 
-class Nodes {
+class NodePool {
   public:
-    explicit Nodes(unsigned tiers) : node_bytes_(sizeof(Node) + tiers * sizeof(Standing)) {}
+    explicit NodePool(unsigned tiers) : node_bytes_(sizeof(Node) + tiers * sizeof(TierLinks)) {}
 
     Node& operator[](std::uint32_t i) const {
-        return *reinterpret_cast<Node*>(chunks_[i / A_CHUNK].get() + i % A_CHUNK * node_bytes_);
+        return *reinterpret_cast<Node*>(chunks_[i / CHUNK_NODES].get() + i % CHUNK_NODES * node_bytes_);
     }
 
-    std::uint32_t take() {  // what is in it is anything; std::bad_alloc
+    std::uint32_t allocate() {  // what is in it is anything; std::bad_alloc
         if (free_ == NIL) {
-            if (made_ / A_CHUNK == chunks_.size()) chunks_.emplace_back(new std::uint8_t[A_CHUNK * node_bytes_]);
-            return made_++;
+            if (node_count_ / CHUNK_NODES == chunks_.size())
+                chunks_.emplace_back(new std::uint8_t[CHUNK_NODES * node_bytes_]);
+            return node_count_++;
         }
         const std::uint32_t i = free_;
         free_ = (*this)[i].parent;
         return i;
     }
 
-    void give(std::uint32_t i) {
+    void free(std::uint32_t i) {
         (*this)[i].tiers = (*this)[i].listed = 0, (*this)[i].holds = 0;
         (*this)[i].parent = free_;
         free_ = i;
@@ -75,34 +76,36 @@ class Nodes {
 
     // Room for a copy of so many nodes, touched: the copying thread need not wait for the system.
     void prepare(std::uint32_t nodes) {
-        while (chunks_.size() * A_CHUNK < nodes) chunks_.emplace_back(new std::uint8_t[A_CHUNK * node_bytes_]());
+        while (chunks_.size() * CHUNK_NODES < nodes)
+            chunks_.emplace_back(new std::uint8_t[CHUNK_NODES * node_bytes_]());
     }
 
-    void copy(const Nodes& other) {
-        prepare(other.made_);
-        for (std::size_t c = 0; c * A_CHUNK < other.made_; ++c) {
-            const std::size_t nodes = other.made_ - c * A_CHUNK;
-            std::memcpy(chunks_[c].get(), other.chunks_[c].get(), (nodes < A_CHUNK ? nodes : A_CHUNK) * node_bytes_);
+    void copy(const NodePool& other) {
+        prepare(other.node_count_);
+        for (std::size_t c = 0; c * CHUNK_NODES < other.node_count_; ++c) {
+            const std::size_t nodes = other.node_count_ - c * CHUNK_NODES;
+            std::memcpy(chunks_[c].get(), other.chunks_[c].get(),
+                        (nodes < CHUNK_NODES ? nodes : CHUNK_NODES) * node_bytes_);
         }
-        made_ = other.made_, free_ = other.free_;
+        node_count_ = other.node_count_, free_ = other.free_;
     }
 
     // By number, whether a node is in use.
     std::vector<bool> used() const {
-        std::vector<bool> used(made_, true);
-        for (std::uint32_t i = free_; i < made_ && used[i]; i = (*this)[i].parent) used[i] = false;
+        std::vector<bool> used(node_count_, true);
+        for (std::uint32_t i = free_; i < node_count_ && used[i]; i = (*this)[i].parent) used[i] = false;
         return used;
     }
 
-    std::uint32_t made() const { return made_; }
-    std::size_t bytes() const { return chunks_.size() * A_CHUNK * node_bytes_; }
+    std::uint32_t node_count() const { return node_count_; }
+    std::size_t bytes() const { return chunks_.size() * CHUNK_NODES * node_bytes_; }
 
   private:
-    static constexpr std::uint32_t A_CHUNK = 1 << 12;
+    static constexpr std::uint32_t CHUNK_NODES = 1 << 12;
 
     std::size_t node_bytes_;
     std::vector<std::unique_ptr<std::uint8_t[]>> chunks_;
-    std::uint32_t made_ = 0, free_ = NIL;
+    std::uint32_t node_count_ = 0, free_ = NIL;
 };
 
 }  // namespace kvcache

@@ -10,7 +10,7 @@
 #include <string>
 #include <vector>
 
-#include "chain.h"
+#include "digest_chain.h"
 
 namespace kvcache {
 
@@ -73,10 +73,10 @@ pybind11::bytes joined(std::vector<std::vector<Item>> parts) {
 }
 
 // What a chain is made from, looked at and checked; the objects stay as they are while this lives.
-class ChainInput {
+class ChainArgs {
   public:
-    ChainInput(const pybind11::handle& parent, const pybind11::handle& tokens, std::size_t block_tokens,
-               const pybind11::handle& extras);
+    ChainArgs(const pybind11::handle& parent, const pybind11::handle& tokens, std::size_t block_tokens,
+              const pybind11::handle& extras);
 
     std::size_t blocks() const { return blocks_; }
 
@@ -92,10 +92,10 @@ class ChainInput {
 };
 
 // Requests `first` to `end` of a trace: where each begins in `blocks`, numbers of blocks below `unique`. ValueError.
-void check_chains(const Buffer& starts, const Buffer& blocks, std::size_t unique, std::size_t first, std::size_t end);
+void check_requests(const Buffer& starts, const Buffer& blocks, std::size_t unique, std::size_t first, std::size_t end);
 
 void bind_chain(pybind11::module_& module);
 void bind_index(pybind11::module_& module);
-void bind_play(pybind11::module_& module);
+void bind_replay(pybind11::module_& module);
 
 }  // namespace kvcache

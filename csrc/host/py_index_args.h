@@ -8,14 +8,14 @@
 #include <vector>
 
 #include "index.h"
-#include "objects.h"
+#include "py_buffers.h"
 
 namespace kvcache {
 
 // A run.
-class RunInput {
+class BlockRunArgs {
   public:
-    RunInput(const pybind11::handle& place, const pybind11::handle& signatures)
+    BlockRunArgs(const pybind11::handle& place, const pybind11::handle& signatures)
         : place_(place, PyBUF_SIMPLE), signatures_(signatures, PyBUF_SIMPLE) {
         expect(place_.bytes() == PLACE, "a place of " + std::to_string(place_.bytes()) + " bytes: expected " +
                                             std::to_string(PLACE) + ", namespace, group and shard");
@@ -24,16 +24,16 @@ class RunInput {
     }
 
     std::size_t blocks() const { return signatures_.bytes() / SIGNATURE; }
-    Run run() const { return {place_.data(), signatures_.data(), blocks()}; }
+    BlockRun run() const { return {place_.data(), signatures_.data(), blocks()}; }
 
   private:
     Buffer place_, signatures_;
 };
 
 // The places and needs of a lookup: one of each a group.
-class Groups {
+class LookupArgs {
   public:
-    Groups(const pybind11::sequence& places, std::vector<std::uint64_t> needs) : needs_(std::move(needs)) {
+    LookupArgs(const pybind11::sequence& places, std::vector<std::uint64_t> needs) : needs_(std::move(needs)) {
         expect(places.size() == needs_.size(), std::to_string(places.size()) + " places and " +
                                                    std::to_string(needs_.size()) + " needs: expected one each a group");
         for (std::size_t i = 0; i < places.size(); ++i) {
@@ -44,7 +44,7 @@ class Groups {
     }
 
     std::size_t match(const Index& index, const std::uint8_t* signatures, std::size_t blocks, ByTier* by_tier) const {
-        std::vector<Run> runs;
+        std::vector<BlockRun> runs;
         for (const auto& place : places_) runs.push_back({place->data(), signatures, blocks});
         return index.match(runs.data(), needs_.data(), runs.size(), by_tier);
     }
@@ -55,9 +55,9 @@ class Groups {
 };
 
 // A policy's table, and what it is multiplied by.
-class TableInput {
+class ValueTableArgs {
   public:
-    TableInput(const pybind11::handle& values, const std::vector<double>& weights, const Index& index)
+    ValueTableArgs(const pybind11::handle& values, const std::vector<double>& weights, const Index& index)
         : values_(values, PyBUF_FORMAT) {
         expect(values_.holds("d", 8) && values_.bytes() == 8 * index.classes() * index.bins(),
                "a table of " + std::to_string(values_.bytes()) + " bytes: expected float64 of (class, age bin)");
@@ -74,14 +74,14 @@ class TableInput {
 inline unsigned checked_tiers(unsigned tiers, const std::vector<unsigned>& bounds,
                               const std::vector<std::uint64_t>& edges, double ghosts,
                               const std::vector<std::uint64_t>& gaps) {
-    expect(tiers >= 1 && tiers <= Node::MOST_TIERS, std::to_string(tiers) + " tiers: expected 1 to 4");
+    expect(tiers >= 1 && tiers <= Node::MAX_TIERS, std::to_string(tiers) + " tiers: expected 1 to 4");
     expect(!edges.empty() && edges[0] == 0, "edges of age that do not begin with 0");
     for (std::size_t i = 1; i < edges.size(); ++i) expect(edges[i - 1] <= edges[i], "edges of age out of order");
     for (std::size_t i = 0; i < bounds.size(); ++i) {
-        expect((i == 0 || bounds[i - 1] < bounds[i]) && bounds[i] <= Node::MOST_USES,
+        expect((i == 0 || bounds[i - 1] < bounds[i]) && bounds[i] <= Node::MAX_USES,
                "bounds of use: expected ascending numbers up to 31");
     }
-    expect(gaps.size() <= Node::MOST_GAPS, "gaps between uses: expected 7 at most");
+    expect(gaps.size() <= Node::MAX_GAPS, "gaps between uses: expected 7 at most");
     for (std::size_t i = 1; i < gaps.size(); ++i) expect(gaps[i - 1] < gaps[i], "gaps between uses out of order");
     expect(ghosts >= 0 && ghosts <= 100, "ghosts: expected 0 to 100 for each resident block");
     return tiers;

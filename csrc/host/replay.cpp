@@ -1,4 +1,4 @@
-#include "play.h"
+#include "replay.h"
 
 #include <algorithm>
 #include <cstring>
@@ -6,8 +6,8 @@
 
 namespace kvcache {
 
-void play(Index& index, const std::uint8_t* place, const Requests& requests, std::uint64_t capacity,
-          const double* values, bool refuses, std::int32_t* hits) {
+void replay(Index& index, const std::uint8_t* place, const Requests& requests, std::uint64_t capacity,
+            const double* values, bool refuses, std::int32_t* hits) {
     constexpr std::uint64_t ALL = Index::NEVER;
     std::vector<std::uint8_t> signatures, uses;
     for (std::size_t r = requests.first; r < requests.end; ++r) {
@@ -19,10 +19,10 @@ void play(Index& index, const std::uint8_t* place, const Requests& requests, std
             std::memcpy(&signatures[i * SIGNATURE], from, SIGNATURE);
         }
         const auto part = [&](std::size_t first, std::size_t end) {
-            return Run{place, signatures.data() + first * SIGNATURE, end - first};
+            return BlockRun{place, signatures.data() + first * SIGNATURE, end - first};
         };
         const std::uint64_t now = index.tick();
-        const Run whole = part(0, blocks);
+        const BlockRun whole = part(0, blocks);
         ByTier by_tier;
         std::size_t at = index.match(&whole, &ALL, 1, &by_tier);
         *hits++ = static_cast<std::int32_t>(at);
@@ -35,7 +35,7 @@ void play(Index& index, const std::uint8_t* place, const Requests& requests, std
             std::size_t alike = 1;
             while (end + alike < blocks && index.use_class(uses[end + alike]) == own) ++alike;
             if (alike > room) {
-                const double most = refuses ? values[own * index.bins()] : Index::STAYS;
+                const double most = refuses ? values[own * index.bins()] : Index::NOT_EVICTABLE;
                 room += index.evict(0, values, {}, alike - room, now, false, most).size();
             }
             const std::size_t fits = std::min<std::uint64_t>(alike, room);

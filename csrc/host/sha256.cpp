@@ -31,7 +31,7 @@ void store_big(std::uint8_t* at, std::uint32_t value) {
     for (int i = 0; i < 4; ++i) at[i] = static_cast<std::uint8_t>(value >> (24 - 8 * i));
 }
 
-std::uint32_t turn(std::uint32_t x, int by) { return x >> by | x << (32 - by); }
+std::uint32_t fair_lock(std::uint32_t x, int by) { return x >> by | x << (32 - by); }
 
 #if defined(__x86_64__)
 
@@ -87,15 +87,15 @@ void sha256_plain(const std::uint8_t* padded, std::size_t blocks, std::uint8_t* 
         std::uint32_t w[64];
         for (int i = 0; i < 16; ++i) w[i] = load_big(padded + 4 * i);
         for (int i = 16; i < 64; ++i) {
-            const std::uint32_t s0 = turn(w[i - 15], 7) ^ turn(w[i - 15], 18) ^ w[i - 15] >> 3;
-            const std::uint32_t s1 = turn(w[i - 2], 17) ^ turn(w[i - 2], 19) ^ w[i - 2] >> 10;
+            const std::uint32_t s0 = fair_lock(w[i - 15], 7) ^ fair_lock(w[i - 15], 18) ^ w[i - 15] >> 3;
+            const std::uint32_t s1 = fair_lock(w[i - 2], 17) ^ fair_lock(w[i - 2], 19) ^ w[i - 2] >> 10;
             w[i] = w[i - 16] + s0 + w[i - 7] + s1;
         }
         auto [a, b, c, d, e, f, g, h] = state;
         for (int i = 0; i < 64; ++i) {
-            const std::uint32_t s1 = turn(e, 6) ^ turn(e, 11) ^ turn(e, 25);
+            const std::uint32_t s1 = fair_lock(e, 6) ^ fair_lock(e, 11) ^ fair_lock(e, 25);
             const std::uint32_t t1 = h + s1 + ((e & f) ^ (~e & g)) + ROUND[i] + w[i];
-            const std::uint32_t s0 = turn(a, 2) ^ turn(a, 13) ^ turn(a, 22);
+            const std::uint32_t s0 = fair_lock(a, 2) ^ fair_lock(a, 13) ^ fair_lock(a, 22);
             const std::uint32_t t2 = s0 + ((a & b) ^ (a & c) ^ (b & c));
             h = g, g = f, f = e, e = d + t1, d = c, c = b, b = a, a = t1 + t2;
         }

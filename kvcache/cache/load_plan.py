@@ -402,7 +402,7 @@ def spans(
     if len(by_tier) == 1 or min(needs) < ALL_BLOCKS:
         return [TierSpan(list(by_tier)[-1], found, sum(sizes))]
     a_block = sum(size for _, size in places)
-    masks = [np.frombuffer(index.where(BlockRun(place, packed).part(0, found)), np.uint8) for place, _ in places]
+    masks = [np.frombuffer(index.tier_masks(BlockRun(place, packed).part(0, found)), np.uint8) for place, _ in places]
     nearest = np.max([mask & -mask.astype(np.int16) for mask in masks], axis=0)
     edges = [0, *(np.flatnonzero(np.diff(nearest)) + 1).tolist(), found]
     tiers = {1 << t: tier for t, tier in enumerate(index.tiers)}

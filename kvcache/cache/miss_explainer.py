@@ -123,7 +123,7 @@ class MissExplainer:
             if other.namespace != asked.namespace and np.array_equal(ours, other.tokens(0, end)):
                 block = -(-end // other.block_tokens) - 1
                 if block < other.blocks and any(
-                    self._index.where(BlockRun(place, other.signature(block)))[0] for place in other.places
+                    self._index.tier_masks(BlockRun(place, other.signature(block)))[0] for place in other.places
                 ):
                     return other
         return None

@@ -102,7 +102,7 @@ class PolicyState:
             shape = self._index.evidence().reused.shape
             reused, forgotten = _unpack_counts(told["reused"], shape), _unpack_counts(told["forgotten"], shape)
             if rows:
-                self._index.remember(rows)
+                self._index.import_state(rows)
                 forgotten = np.maximum(forgotten - self._index.evidence().waiting, 0)  # these wait as rows of their own
             self._cost_classes.recall(told["kinds"])
             self._index.learn(reused, forgotten)
@@ -172,7 +172,7 @@ class PolicyState:
         room = MAX_JSON_BYTES - len(json.dumps(told)) - 128
         told["kinds"] = self._cost_classes.told(room)
         state = json.dumps(told, separators=(",", ":")).encode() + b"\n"
-        rows = self._index.kept(MAX_ROWS) if waiting else b""
+        rows = self._index.export_state(MAX_ROWS) if waiting else b""
         checksum = sha256(state)
         checksum.update(rows)
         return [FORMAT, checksum.hexdigest().encode() + b"\n", state, rows]

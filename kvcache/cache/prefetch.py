@@ -93,7 +93,9 @@ class Prefetcher:
             for place, chain in zip(bound.all_shards, chains, strict=True):
                 part = range(max(first, need[place.group].start), min(first + step, blocks))
                 masks = (
-                    self._context.index.where(BlockRun(place.name, packed).part(part.start, part.stop)) if part else b""
+                    self._context.index.tier_masks(BlockRun(place.name, packed).part(part.start, part.stop))
+                    if part
+                    else b""
                 )
                 lower_tier_blocks += [
                     (chain[i], chain.payload_bytes) for i, mask in zip(part, masks, strict=True) if not mask & 1

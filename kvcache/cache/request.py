@@ -457,7 +457,7 @@ class CacheRequest:
         for place in self._bound.all_shards:
             chain, need = self._chained(place), needs[place.group]
             run = BlockRun(place.name, self.chain.packed).part(need.start, need.stop)
-            masks = np.frombuffer(context.index.where(run), np.uint8)
+            masks = np.frombuffer(context.index.tier_masks(run), np.uint8)
             for i in np.flatnonzero((masks != 0) & (masks & 1 == 0)):
                 room -= chain.payload_bytes
                 if room < 0:

@@ -128,7 +128,7 @@ class Store:
         reached = end
         try:
             for chain in self.chains:
-                masks = self.context.index.where(chain.run(self.first_block + first, self.first_block + reached))
+                masks = self.context.index.tier_masks(chain.run(self.first_block + first, self.first_block + reached))
                 missing = [first + i for i, mask in enumerate(masks) if not mask & 1]
                 slots: list[Slot] = []
                 filled.append((missing, slots))

@@ -210,7 +210,7 @@ def _adopt_slab(
     for address, end, age, uses in zip(addresses, ends, rows["age"].tolist(), rows["uses"].tolist(), strict=True):
         if address.name in adopted:
             index.insert(address, tier)
-            index.recall(BlockRun.of(address), max(0, now - age), uses if alike else 0)
+            index.restore_use(BlockRun.of(address), max(0, now - age), uses if alike else 0)
             cache.expiry.note([address], end)
     return len(adopted)
 

@@ -143,7 +143,7 @@ class WriteBackQueue:
         offered = first
         while first and not self.has(chain[first - 1]):
             first -= 1
-        masks = self._index.where(chain.run(first, end))
+        masks = self._index.tier_masks(chain.run(first, end))
         heads = offered - first  # of these, only records in host memory can be written
         lacking = [
             first + i for i, mask in enumerate(masks) if not mask >> self._number & 1 and (i >= heads or mask & 1)

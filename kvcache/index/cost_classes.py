@@ -210,7 +210,7 @@ class CostClasses:
         """The most bytes that the records of each tenant's classes can take; class 0 is left out."""
         used: dict[str, int] = {}
         t = self._number[tier]
-        for cost_class, count in zip(list(self._classes), self._index.residents(tier), strict=False):
+        for cost_class, count in zip(list(self._classes), self._index.resident_by_class(tier), strict=False):
             if cost_class is not None:
                 used[cost_class.tenant] = used.get(cost_class.tenant, 0) + count * cost_class.record_bytes[t]
         return used

@@ -87,7 +87,7 @@ class Lookup:
     def __call__(self, parent: bytes, ids: NDArray[Any], block_tokens: int, extras: list[bytes] | None) -> bytes:
         signatures: bytes
         self.ids = ids
-        signatures, self.blocks, self._by_tier = self._core.ask(
+        signatures, self.blocks, self._by_tier = self._core.hash_and_match(
             parent, ids, block_tokens, extras, self._places, self._needs
         )
         return signatures
@@ -205,13 +205,13 @@ class Index:
         """Begin a lookup. `places`: one per group; `needs`: by group, how many of the last blocks its rule needs."""
         return Lookup(self, self._core, places, needs)
 
-    def where(self, run: BlockRun) -> bytes:
+    def tier_masks(self, run: BlockRun) -> bytes:
         """One mask per block: bit i is tier i, and the lowest bit is the fastest tier."""
-        masks: bytes = self._core.where(*run)
+        masks: bytes = self._core.tier_masks(*run)
         return masks
 
     def mask(self, address: Address) -> int:
-        return self.where(BlockRun.of(address))[0]
+        return self.tier_masks(BlockRun.of(address))[0]
 
     def masks(self, addresses: Sequence[Address]) -> list[int]:
         """As `where`, for arbitrary records."""
@@ -220,7 +220,7 @@ class Index:
         for i, address in enumerate(addresses):
             places.setdefault(place_of_address(address), []).append(i)
         for numbers in places.values():
-            for i, mask in zip(numbers, self.where(as_run([addresses[i] for i in numbers])), strict=True):
+            for i, mask in zip(numbers, self.tier_masks(as_run([addresses[i] for i in numbers])), strict=True):
                 masks[i] = mask
         return masks
 
@@ -235,19 +235,19 @@ class Index:
     def resident(self, tier: str) -> int:
         return int(self._core.resident(self._number[tier]))
 
-    def residents(self, tier: str) -> list[int]:
+    def resident_by_class(self, tier: str) -> list[int]:
         """The number of records in the tier, by cost class."""
-        counts: list[int] = self._core.residents(self._number[tier])
+        counts: list[int] = self._core.resident_by_class(self._number[tier])
         return counts
 
     # changes
 
-    def assign(self, places: Sequence[bytes], kind: int) -> None:
+    def assign(self, places: Sequence[bytes], cost_class: int) -> None:
         """Assign current and future records at these places to a cost class; the default is class 0.
 
         Walks over all blocks if some of these places already have blocks.
         """
-        self._core.assign(list(places), kind)
+        self._core.assign(list(places), cost_class)
 
     def insert(self, address: Address, tier: str) -> None:
         """Record that the tier now has this record."""
@@ -289,12 +289,12 @@ class Index:
         while self._core.clock < clock:
             self._core.tick()
 
-    def recall(self, run: BlockRun, stamp: int, uses: int) -> None:
+    def restore_use(self, run: BlockRun, stamp: int, uses: int) -> None:
         """Restore the last use and use count from an earlier process; not counted as a use.
 
         `uses` that this policy has no class for are restored as none.
         """
-        self._core.recall(*run, stamp, uses if self.use_class(uses) < len(self._classes) else 0)
+        self._core.restore_use(*run, stamp, uses if self.use_class(uses) < len(self._classes) else 0)
 
     def hold(self, run: BlockRun, room: Sequence[int] | None = None) -> tuple[int, ...]:
         """Hold leading blocks; the number held, by fastest tier. Release the same number with `release`.
@@ -385,18 +385,18 @@ class Index:
         self._core.learn(reused, forgotten)
         self._table, self._due = None, 0
 
-    def kept(self, most: int) -> bytes:
+    def export_state(self, most: int) -> bytes:
         """The state of single blocks that outlives the process: at most `most` rows of 8 bytes, and 32 bytes more."""
-        packed_rows: bytes = self._core.kept(most)
+        packed_rows: bytes = self._core.export_state(most)
         return packed_rows
 
-    def remember(self, packed_rows: bytes) -> None:
+    def import_state(self, packed_rows: bytes) -> None:
         """Restore the rows of an earlier process's `kept` into a new index.
 
         All rows become ghosts. Blocks inserted before the first request continue with their earlier use count. Raises
         ValueError if the rows do not fit this index.
         """
-        self._core.remember(packed_rows)
+        self._core.import_state(packed_rows)
 
     def check(self) -> list[str]:
         """A full audit; one line per fault, empty if sound."""

@@ -2,7 +2,7 @@
 
 The method is miniature simulation (Waldspurger et al., USENIX ATC 2017) on spatially sampled blocks (SHARDS, FAST
 2015). A block is sampled if its signature is under a threshold, so always or never. Each size of a tier has a small
-index, scaled like the sample. It plays the sampled requests with the cache's own policy and value table, and its hits
+index, scaled like the sample. It replays the sampled requests with the cache's own policy and value table, and its hits
 estimate the cache's. Children are evicted before parents, so a cached sampled block has its whole prefix cached. A
 sample of a chain can therefore stand for the chain.
 
@@ -32,14 +32,14 @@ from kvcache.block.layout import Shard
 from kvcache.evict.policy import AGE_EDGES, Policy
 from kvcache.index.block_run import PackedSignatures, place_of
 from kvcache.index.cost_classes import ModelShape
-from kvcache.index.reference.index import ReferenceIndex, play
+from kvcache.index.reference.index import ReferenceIndex
 
 CAPACITY_FACTORS = (0.25, 0.5, 1.0, 2.0, 4.0)
 """Simulated sizes, relative to the tier's."""
 BATCH_REQUESTS = 32
-"""Requests played together."""
+"""Requests replayed together."""
 MAX_PENDING_REQUESTS = 16 * BATCH_REQUESTS
-"""The most requests that wait to be played; further ones are skipped and counted."""
+"""The most requests that wait for the replay; further ones are skipped and counted."""
 HALF_LIFE_REQUESTS = 1 << 17
 """A result this many requests ago weighs half."""
 MAX_LABELS = 64
@@ -101,7 +101,7 @@ class TierSimulation:
         self.whole = HitCounts()
         self.by: dict[str, dict[str, HitCounts]] = {name: {} for name in BREAKDOWNS}
 
-    def play(self, rows: Sequence[SampledRequest], t: int, values: NDArray[np.float64]) -> None:
+    def replay(self, rows: Sequence[SampledRequest], t: int, values: NDArray[np.float64]) -> None:
         of_row = [row.sampled[t] for row in rows]
         starts = np.cumsum([0, *(len(packed) // SIGNATURE_BYTES for packed, _, _ in of_row)], dtype=np.int64)
         signatures = np.frombuffer(b"".join(packed for packed, _, _ in of_row), np.uint64).reshape(-1, 4)
@@ -112,10 +112,7 @@ class TierSimulation:
         for i, (index, room) in enumerate(zip(self._indexes, self._capacity_blocks, strict=True)):
             hits = np.zeros(len(rows), np.int32)
             part = starts, blocks, signatures, 0, len(rows), room, values, hits, self._refuses
-            if isinstance(index, ReferenceIndex):
-                play(index, _SAMPLE_PLACE, *part)
-            else:
-                index.play(_SAMPLE_PLACE, *part)
+            index.replay(_SAMPLE_PLACE, *part)
             found[i] = np.minimum(hits, asked) * tokens
         for row, sampled, of_sizes in zip(rows, asked * tokens, found.T, strict=True):
             self.whole.add(row.asked_tokens, sampled, of_sizes)
@@ -185,7 +182,7 @@ class MissRatioCurve:
         self._lock = threading.Lock()
         self._replay_lock = threading.Lock()
         self.seconds = 0.0
-        """Total time spent playing, on its own thread."""
+        """Total time spent on replays, on their own thread."""
 
     def add(
         self,
@@ -226,7 +223,7 @@ class MissRatioCurve:
             due = len(self._waiting) % BATCH_REQUESTS == 0
         if due:
             with suppress(RuntimeError):  # the cache is being closed
-                self._submit(self._play)
+                self._submit(self._replay)
 
     def _tiers(self, block_bytes: Sequence[int]) -> list[TierSimulation]:
         """Create the simulations at the first request, which gives the bytes of a block."""
@@ -239,7 +236,7 @@ class MissRatioCurve:
             }
         return list(self._state.tiers.values())
 
-    def _play(self) -> None:
+    def _replay(self) -> None:
         with self._replay_lock:
             with self._lock:
                 rows, self._waiting = self._waiting, []
@@ -251,7 +248,7 @@ class MissRatioCurve:
             for first in range(0, len(rows), BATCH_REQUESTS):
                 values = self._values()
                 for t, tier in enumerate(tiers):
-                    tier.play(rows[first : first + BATCH_REQUESTS], t, values)
+                    tier.replay(rows[first : first + BATCH_REQUESTS], t, values)
             if decay:
                 for tier in tiers:
                     tier.decay()
@@ -259,7 +256,7 @@ class MissRatioCurve:
 
     def report(self) -> dict[str, Any]:
         """By tier, hit rates at each size, in total and by tenant, agent and namespace."""
-        self._play()
+        self._replay()
         with self._replay_lock:
             return {
                 "requests": self._state.requests,

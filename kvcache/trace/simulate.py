@@ -1,11 +1,13 @@
 """Simulates policies on a trace, with one tier of a number of blocks, and prices tiers.
 
 The longest resident prefix before a request counts as its hit. `lru` and `hazard` run in the cache's own index with its
-own policies, so that their results hold there. The others are models from their papers.
+own policies, so that their results hold there. `opt` knows the future and is the upper limit. `benchmarks/` has other
+policies from their papers.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_left, insort
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -22,13 +24,13 @@ from kvcache.evict.hazard import Hazard
 from kvcache.evict.policy import AGE_EDGES, LRU, Evidence, Policy, table_interval_requests
 from kvcache.index.block_run import place_of
 from kvcache.index.index import evidence_of, value_table
-from kvcache.index.reference.index import ReferenceIndex, play
+from kvcache.index.reference.index import ReferenceIndex
 from kvcache.settings.types import parse_bytes
-from kvcache.trace.classics import CLASSICS, Opt
 from kvcache.trace.formats import Trace
 
 INDEX_POLICIES: dict[str, type[Policy]] = {"hazard": Hazard, "lru": LRU}
-POLICIES = (*INDEX_POLICIES, *CLASSICS)
+OPTIMAL = "opt"
+POLICIES = (*INDEX_POLICIES, OPTIMAL)
 
 SHARD_REF = place_of(bytes(SIGNATURE_BYTES), 0, Shard(0, 1, 0, 1))
 
@@ -56,12 +58,11 @@ def simulate(trace: Trace, policy: str | Policy, capacity: int, *, use_reference
     if capacity < 1:
         raise ConfigError(f"a capacity of {capacity} blocks; expected one at least")
     use_reference = use_reference or not native.available()
-    if isinstance(policy, str) and name in CLASSICS:
-        hits = _play_classic(trace, name, capacity, use_reference)
+    if policy == OPTIMAL:
+        hits = _replay_optimal(trace, capacity, use_reference)
     else:
-        hits, _ = _play_index(
-            trace, INDEX_POLICIES[policy]() if isinstance(policy, str) else policy, capacity, use_reference
-        )
+        used = INDEX_POLICIES[policy]() if isinstance(policy, str) else policy
+        hits, _ = _replay_index(trace, used, capacity, use_reference)
     return SimulationResult(name, capacity, hits, trace.accesses)
 
 
@@ -75,10 +76,10 @@ def signatures(unique: int) -> NDArray[np.uint64]:
 
 def evidence(trace: Trace, policy: Policy, capacity: int) -> Evidence:
     """Return the evidence that a policy has at the end of the trace."""
-    return evidence_of(_play_index(trace, policy, capacity, not native.available())[1])
+    return evidence_of(_replay_index(trace, policy, capacity, not native.available())[1])
 
 
-def _play_index(trace: Trace, policy: Policy, capacity: int, use_reference: bool) -> tuple[NDArray[np.int32], Any]:
+def _replay_index(trace: Trace, policy: Policy, capacity: int, use_reference: bool) -> tuple[NDArray[np.int32], Any]:
     """Return the hits, and the index at the end."""
     core: Any = ReferenceIndex if use_reference else native.core.Index
     index = core(1, policy.bounds, AGE_EDGES, policy.ghosts, policy.gaps)
@@ -88,32 +89,63 @@ def _play_index(trace: Trace, policy: Policy, capacity: int, use_reference: bool
         end = min(len(trace), done + table_interval_requests(done))
         table = value_table(policy, evidence_of(index))
         part = trace.starts, trace.blocks, names, done, end, capacity, table, hits[done:end]
-        if use_reference:
-            play(index, SHARD_REF, *part)
-        else:
-            index.play(SHARD_REF, *part)
+        index.replay(SHARD_REF, *part)
         done = end
     return hits, index
 
 
-def _play_classic(trace: Trace, name: str, capacity: int, use_reference: bool) -> NDArray[np.int32]:
+def _replay_optimal(trace: Trace, capacity: int, use_reference: bool) -> NDArray[np.int32]:
     hits = np.zeros(len(trace), np.int32)
     if not use_reference:
-        native.core.play_classic(name, trace.starts, trace.blocks, trace.unique, capacity, hits)
+        native.core.replay_optimal(trace.starts, trace.blocks, trace.unique, capacity, hits)
         return hits
     chains = [chain.tolist() for chain in trace]
-    policy = CLASSICS[name](capacity, _parents(chains, trace.unique))
-    next_uses = _next_uses(chains) if isinstance(policy, Opt) else [[]] * len(chains)
-    for r, (chain, following) in enumerate(zip(chains, next_uses, strict=True)):
-        hits[r] = next((i for i, block in enumerate(chain) if block not in policy.here), len(chain))
-        for i in reversed(range(len(chain))):
-            if isinstance(policy, Opt):
-                policy.next_use = following[i]
-            (policy.touch if chain[i] in policy.here else policy.admit)(chain[i])
+    policy = _Optimal(capacity, parents_of(chains, trace.unique))
+    for r, (chain, next_uses) in enumerate(zip(chains, _next_uses(chains), strict=True)):
+        hits[r] = next((i for i, block in enumerate(chain) if block not in policy.resident), len(chain))
+        for i in reversed(range(len(chain))):  # tail first, so that the head is the most recently touched
+            policy.use(chain[i], next_uses[i])
     return hits
 
 
-def _parents(chains: Sequence[list[int]], unique: int) -> list[int]:
+class _Optimal:
+    """Belady 1966, the twin of csrc/host/optimal.cpp: evicts the block whose next use is latest.
+
+    A block with resident children is not evicted. A parent is used whenever its child is, so this is optimal for
+    prefixes too.
+    """
+
+    def __init__(self, capacity: int, parents: Sequence[int]) -> None:
+        self._capacity, self._parents = capacity, parents
+        self.resident: dict[int, tuple[float, int, int]] = {}
+        self._order: list[tuple[float, int, int]] = []  # minus the next use, time of the touch, block
+        self._children = [0] * len(parents)
+        self._time = 0
+
+    def use(self, block: int, next_use: float) -> None:
+        """Touch a resident block; admit another one unless every evictable block is used sooner."""
+        if block in self.resident:
+            del self._order[bisect_left(self._order, self.resident[block])]
+        else:
+            if len(self.resident) >= self._capacity:
+                victim = next(row for row in self._order if not self._children[row[2]])
+                if victim[0] > -next_use:
+                    return
+                self._order.remove(victim)
+                del self.resident[victim[2]]
+                self._count_child(victim[2], -1)
+            self._count_child(block, 1)
+        self._time += 1
+        self.resident[block] = (-next_use, self._time, block)
+        insort(self._order, self.resident[block])
+
+    def _count_child(self, block: int, change: int) -> None:
+        if self._parents[block] >= 0:
+            self._children[self._parents[block]] += change
+
+
+def parents_of(chains: Sequence[Sequence[int]], unique: int) -> list[int]:
+    """Return for each block the one before it, or -1."""
     parents = [-1] * unique
     for chain in chains:
         for parent, block in pairwise(chain):

@@ -211,7 +211,7 @@ class IndexMachine(RuleBasedStateMachine):
             for addresses in self.chains:
                 names = [address.name for address in addresses]
                 masks = [sum(1 << t for t, tier in enumerate(self.resident) if name in tier) for name in names]
-                assert list(self.index.where(run(addresses))) == masks
+                assert list(self.index.tier_masks(run(addresses))) == masks
                 assert [self.index.stamp(a) for a in addresses] == [
                     self.known[name].stamp if name in self.known else self.index.clock for name in names
                 ]

@@ -95,7 +95,7 @@ def of_trace(trace: Trace, room: int, policy: str, samples: int, block_bytes: in
     for chain in trace:
         packed = b"".join(names[block] for block in chain)
         now = index.tick()
-        masks = index.where(BlockRun(place, packed))
+        masks = index.tier_masks(BlockRun(place, packed))
         found = len(masks) if 0 not in masks else masks.index(0)
         index.touch(BlockRun(place, packed).part(0, found), now)
         lacking = len(masks) - found

@@ -14,7 +14,7 @@ from kvcache import native
 from kvcache.evict.hazard import Hazard
 from kvcache.evict.policy import AGE_EDGES, LRU, Policy, age_bin, table_interval_requests
 from kvcache.index.index import evidence_of, value_table
-from kvcache.index.reference.index import MAX_FORGOTTEN_PER_TICK, ReferenceIndex, play
+from kvcache.index.reference.index import MAX_FORGOTTEN_PER_TICK, ReferenceIndex
 from kvcache.trace.formats import Trace, read_trace
 from kvcache.trace.simulate import SHARD_REF, signatures, simulate
 from tests.trace.test_simulate import traffic
@@ -37,10 +37,7 @@ def live(index: Any, policy: Policy, trace: Trace, capacity: int, first: int, en
         stop = min(end, first + table_interval_requests(first))
         part = trace.starts, trace.blocks, names, first, stop, capacity, value_table(policy, evidence_of(index))
         at = hits[len(hits) - (end - first) :][: stop - first]
-        if isinstance(index, ReferenceIndex):
-            play(index, SHARD_REF, *part, at)
-        else:
-            index.play(SHARD_REF, *part, at)
+        index.replay(SHARD_REF, *part, at)
         first = stop
     return int(hits.sum())
 
@@ -48,7 +45,7 @@ def live(index: Any, policy: Policy, trace: Trace, capacity: int, first: int, en
 def restarted(index: Any, other: Any, trace: Trace, most: int = 1 << 20) -> None:
     """As a cache does: what was kept, then what is still there, parents first, then the policy's state."""
     waited = evidence_of(index)
-    other.remember(index.kept(most))
+    other.import_state(index.export_state(most))
     known = evidence_of(other).waiting
     other.learn(waited.reused, np.maximum(waited.forgotten + waited.waiting - known, 0))
     names = signatures(trace.unique)
@@ -97,10 +94,10 @@ def test_what_does_not_fit_is_the_oldest_ghosts(kind: str) -> None:
     here = index.resident(0)
     assert index.ghosts() > 10
     for most in (0, here // 2, here, here + 7):
-        told = index.kept(most)
+        told = index.export_state(most)
         assert len(told) <= 32 + 8 * most
         again = core(kind, policy)
-        again.remember(told)
+        again.import_state(told)
         assert again.ghosts() == (len(told) - 32) // 8
         assert again.check() == []
 
@@ -116,7 +113,7 @@ def strangers(count: int) -> bytes:
 def test_no_request_forgets_many_of_those_there_is_no_room_for(make: type[Policy], kind: str) -> None:
     policy, count = make(), 20 * MAX_FORGOTTEN_PER_TICK + 1
     index = core(kind, policy)
-    index.remember(strangers(count))
+    index.import_state(strangers(count))
     for ticks in range(1, 22):
         index.tick()
         if ticks == 3:  # what leaves makes no room, and is not a reason to forget them all
@@ -135,7 +132,7 @@ def test_no_request_forgets_many_of_those_there_is_no_room_for(make: type[Policy
 def test_some_requests_later_there_are_no_more_ghosts_than_there_is_room_for(make: type[Policy], kind: str) -> None:
     policy, count = make(), 10 * MAX_FORGOTTEN_PER_TICK
     index = core(kind, policy)
-    index.remember(strangers(count))
+    index.import_state(strangers(count))
     index.insert(SHARD_REF, signatures(20).tobytes(), SHARD_REF[:32], 0)
     assert index.ghosts() == count
     for _ in range(12):
@@ -150,14 +147,14 @@ def test_both_cores_keep_the_same_rows() -> None:
     policy = Hazard()
     plain, compiled = core("plain", policy), core("native", policy)
     for index in (plain, compiled):
-        index.remember(strangers(13_000))
+        index.import_state(strangers(13_000))
         for chain in signatures(5000).reshape(50, -1):
             index.insert(SHARD_REF, chain.tobytes(), SHARD_REF[:32], 0)
         index.tick()
     assert compiled.ghosts() == 13_000
     for most in (0, 1, 4095, 4096, 4097, 5000, 5001, 9095, 9096, 9097, 18_000, 1 << 21):
-        told = compiled.kept(most)
-        assert told == plain.kept(most)
+        told = compiled.export_state(most)
+        assert told == plain.export_state(most)
         assert len(told) == 32 + 8 * min(most, 18_000)
 
 
@@ -174,11 +171,11 @@ def test_what_is_no_use_is_refused_and_changes_nothing(kind: str) -> None:
         struct.pack("<5Q", 1, 2, 3, 9, 0xE1 << 48),
     ):
         with pytest.raises(ValueError, match=r"told|multiple"):
-            index.remember(told)
+            index.import_state(told)
     assert (index.clock, index.ghosts()) == (0, 0)
     live(index, policy, trace, 20, 0, 50)
     with pytest.raises(ValueError, match="new"):
-        index.remember(index.kept(100))
+        index.import_state(index.export_state(100))
     assert index.check() == []
 
 

@@ -15,10 +15,10 @@
 #include <thread>
 #include <vector>
 
-#include "chain.h"
-#include "copy.h"
-#include "index.h"
-#include "table.h"
+#include "../../csrc/host/block_copy.h"
+#include "../../csrc/host/digest_chain.h"
+#include "../../csrc/host/hash_table.h"
+#include "../../csrc/host/index.h"
 
 using namespace kvcache;
 
@@ -131,7 +131,7 @@ void copy_round(Random& random, bool large) {
 // Few hashes, so that clusters are long, and so many of the largest that some are refused; values twice under one hash,
 // but not the same value twice.
 void table_round(Random& random) {
-    Table table;
+    HashTable table;
     std::map<std::uint32_t, std::uint32_t> model;  // hash by value
     const u64 hashes = pick(random, 1, 30), most = pick(random, 1, 20000);
     std::uint32_t next = 0, crowd = 0;
@@ -158,7 +158,7 @@ void table_round(Random& random) {
         const std::uint32_t wanted = value;
         const auto same = [&](std::uint32_t found) { return found == wanted; };
         demand(table.find(hash, same) == value, "a value is lost");
-        demand(table.find(hash ^ 1, same) == Table::NONE, "a value stands under another hash");
+        demand(table.find(hash ^ 1, same) == HashTable::NONE, "a value stands under another hash");
     }
 }
 
@@ -184,9 +184,9 @@ void index_round(Random& random, Index& index) {
     const Memory run_signatures = signatures(chain, first, blocks),
                  before = signatures(chain, first ? first - 1 : 0, 1);
     Memory place(PLACE, static_cast<std::uint8_t>(pick(random, 0, 3)));
-    const Run run{place.data(), run_signatures.data(), blocks};
+    const BlockRun run{place.data(), run_signatures.data(), blocks};
     const auto locked = [&](auto call) {
-        const auto lock = index.turn();
+        const auto lock = index.fair_lock();
         return call();
     };
     const u64 now = locked([&] { return index.tick(); });
@@ -194,24 +194,24 @@ void index_round(Random& random, Index& index) {
     locked([&] { index.insert(run, parent, tier); });
     const ByTier room{pick(random, 0, 30), pick(random, 0, 30), pick(random, 0, 30)};
     const ByTier held = locked([&] { return index.hold(run, room); });
-    const Run kept{run.place, run.signatures, held[0] + held[1] + held[2]};
+    const BlockRun kept{run.place, run.signatures, held[0] + held[1] + held[2]};
     locked([&] { index.touch(run, now); });
     std::vector<double> values(index.classes() * BINS);
     for (double& value : values) value = static_cast<double>(pick(random, 0, 5));
     const u64 count = pick(random, 0, 60), earlier = pick(random, 0, 1) ? Index::NEVER : now;
     const bool stored_below = pick(random, 0, 1);
-    const std::vector<double> weights{1, static_cast<double>(pick(random, 1, 3)), Index::STAYS};
+    const std::vector<double> weights{1, static_cast<double>(pick(random, 1, 3)), Index::NOT_EVICTABLE};
     if (!pick(random, 0, 20)) {
-        const auto kind = static_cast<unsigned>(pick(random, 0, 3));
-        locked([&] { index.assign({std::string(place.begin(), place.end())}, kind); });
+        const auto cost_class = static_cast<unsigned>(pick(random, 0, 3));
+        locked([&] { index.assign({std::string(place.begin(), place.end())}, cost_class); });
     }
-    const double most = pick(random, 0, 1) ? Index::STAYS : 3;
+    const double most = pick(random, 0, 1) ? Index::NOT_EVICTABLE : 3;
     locked([&] { return index.evict(tier, values.data(), weights, count, earlier, stored_below, most).size(); });
     Memory masks(blocks);
-    locked([&] { index.where(run, masks.data()); });
+    locked([&] { index.tier_masks(run, masks.data()); });
     for (u64 i = 0; i < kept.blocks; ++i) demand(masks[i] != 0, "a held block left");
     const std::uint64_t needs[2] = {~std::uint64_t{0}, 3};
-    const Run both[2] = {run, run};
+    const BlockRun both[2] = {run, run};
     ByTier by_tier;
     const u64 found = locked([&] { return index.match(both, needs, 2, &by_tier); });
     demand(found == by_tier[0] + by_tier[1] + by_tier[2], "matched blocks are in no tier");
@@ -230,20 +230,20 @@ void recall_round(Random& random, Index& index) {
     std::vector<std::uint64_t> here, told;
     const auto by_parts = [&](auto call) {
         for (bool more = true; more;) {
-            const auto lock = index.turn();
+            const auto lock = index.fair_lock();
             more = call();
         }
     };
     std::uint32_t first = 0;
-    by_parts([&] { return first += part, index.keep(first - part, first, most, &here); });
-    Ghosts::Span left{};
-    by_parts([&] { return told = index.head(), left = index.newest(most - here.size()), false; });
-    by_parts([&] { return index.keep(&left, part, &told); });
+    by_parts([&] { return first += part, index.export_rows(first - part, first, most, &here); });
+    GhostHistory::Span left{};
+    by_parts([&] { return told = index.state_header(), left = index.newest(most - here.size()), false; });
+    by_parts([&] { return index.export_rows(&left, part, &told); });
     told.insert(told.end(), here.begin(), here.end());
     demand(told.size() <= 4 + most, "more is kept than there is room for");
 
     Index again = fresh();
-    demand(again.remember({told[0], told[1], told[2]}, told[3], told.data() + 4, told.size() - 4),
+    demand(again.import_rows({told[0], told[1], told[2]}, told[3], told.data() + 4, told.size() - 4),
            "what was kept is no use");
     demand(again.ghosts() <= told.size() - 4, "more is remembered than was kept");
     const Memory place(PLACE, 1), run = signatures(pick(random, 0, 40), 0, 40);
@@ -270,7 +270,7 @@ int main(int count, char** words) {
         row = pick(remembered, 0, (u64{1} << 48) - 1) | pick(remembered, 0, 2) << (48 + Node::USES_BITS) |
               pick(remembered, 0, BINS - 1) << 56;
     }
-    demand(index.remember({1, 2, 3}, 1000, rows.data(), rows.size()), "a new index does not remember");
+    demand(index.import_rows({1, 2, 3}, 1000, rows.data(), rows.size()), "a new index does not import rows");
     std::vector<u64> rounds(3);
     std::vector<std::thread> threads;
     for (u64 i = 0; i < rounds.size(); ++i) {

@@ -81,7 +81,7 @@ def life(others: int) -> bytes:
     strangers = [
         random.getrandbits(48) | random.choice([0, 1, 3]) << 48 | random.randrange(9) << 56 for _ in range(others)
     ]
-    return index.kept(10**6) + struct.pack(f"<{others}Q", *strangers)
+    return index.export_state(10**6) + struct.pack(f"<{others}Q", *strangers)
 
 
 class Twins(RuleBasedStateMachine):
@@ -95,7 +95,7 @@ class Twins(RuleBasedStateMachine):
         self.remembers = others is not None
         if others is not None:
             told = life(others)
-            self.both(lambda twin: twin.remember(told))
+            self.both(lambda twin: twin.import_state(told))
 
     def both(self, call: Callable[[Any], Any]) -> Any:
         plain, compiled = (call(twin) for twin in self.twins)
@@ -148,7 +148,7 @@ class Twins(RuleBasedStateMachine):
     @rule(chain=chains, ends=ends, place=places, back=st.integers(0, 90), uses=st.integers(0, 5), gap=st.integers(0, 2))
     def recall(self, chain: int, ends: list[int], place: int, back: int, uses: int, gap: int) -> None:
         run, byte = CHAINS[chain][32 * ends[0] : 32 * ends[1]], uses | gap << USES_BITS
-        self.both(lambda twin: twin.recall(PLACES[place], run, max(0, twin.clock - back), byte))
+        self.both(lambda twin: twin.restore_use(PLACES[place], run, max(0, twin.clock - back), byte))
 
     @rule(chain=chains, ends=ends, place=places, room=st.lists(st.integers(0, 9), min_size=3, max_size=3))
     def hold(self, chain: int, ends: list[int], place: int, room: list[int]) -> None:
@@ -223,17 +223,17 @@ class Twins(RuleBasedStateMachine):
             return
         for place in PLACES:
             for chain in CHAINS:
-                self.both(lambda twin: (twin.where(place, chain), twin.stamp(place, chain[-32:])))  # noqa: B023
+                self.both(lambda twin: (twin.tier_masks(place, chain), twin.stamp(place, chain[-32:])))  # noqa: B023
                 self.both(lambda twin: twin.uses(place, chain))  # noqa: B023
         self.both(lambda twin: (len(twin), twin.ghosts(), twin.held(), [twin.resident(t) for t in range(3)]))
-        self.both(lambda twin: [twin.residents(t) for t in range(3)])
+        self.both(lambda twin: [twin.resident_by_class(t) for t in range(3)])
         self.both(lambda twin: [sorted(rows(twin.names(t))) for t in range(3)])
         self.both(lambda twin: bytes(memoryview(twin.waiting()).cast("B")))
         self.both(lambda twin: bytes(memoryview(twin.reused()).cast("B")))
         self.both(lambda twin: bytes(memoryview(twin.forgotten()).cast("B")))
         if self.remembers:  # by the same secret
-            self.both(lambda twin: in_any_order(twin.kept(10**6)))
-            self.both(lambda twin: len(twin.kept(7)))
+            self.both(lambda twin: in_any_order(twin.export_state(10**6)))
+            self.both(lambda twin: len(twin.export_state(7)))
         self.both(lambda twin: twin.check())
 
     def teardown(self) -> None:
@@ -305,10 +305,10 @@ def test_ask_is_digest_and_match() -> None:
     index.insert(PLACES[0], expected[: 32 * 60], SPACES[0], 1)
     for form in (tokens, tokens.astype(np.int64)):
         for blocks, found in ((100, (60, (40, 20))), (50, (50, (40, 10))), (7, (7, (7, 0)))):
-            asked = index.ask(SPACES[0], form[: 16 * blocks], 16, None, [PLACES[0]], [ALL_BLOCKS])
+            asked = index.hash_and_match(SPACES[0], form[: 16 * blocks], 16, None, [PLACES[0]], [ALL_BLOCKS])
             assert asked == (expected[: 32 * blocks], *found)
     with pytest.raises(OverflowError):
-        index.ask(SPACES[0], np.array([1, -1]), 1, None, [PLACES[0]], [ALL_BLOCKS])
+        index.hash_and_match(SPACES[0], np.array([1, -1]), 1, None, [PLACES[0]], [ALL_BLOCKS])
 
 
 def test_threads_at_once() -> None:
@@ -328,7 +328,7 @@ def test_threads_at_once() -> None:
                 index.touch(PLACES[0], shared, stamp)
                 for t in range(2):
                     index.evict(t, TABLES[0][:1].copy(), int(rng.integers(1, 150)), None, False)
-                if index.where(PLACES[0], shared[: 32 * sum(held)]).count(0):
+                if index.tier_masks(PLACES[0], shared[: 32 * sum(held)]).count(0):
                     faults.append("a held block left")
                 index.release(PLACES[0], shared[: 32 * sum(held)])
         except Exception as error:  # noqa: BLE001  an error in a thread must fail the test

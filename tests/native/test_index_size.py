@@ -24,14 +24,14 @@ def test_a_hundred_thousand_come_and_go(turns: int) -> None:
             index.tick()
             index.insert(place, run, place[:32], 0)
             for earlier in range(0, i + 1, 7):
-                assert index.where(place, runs[earlier]) == b"\1" * 1000
+                assert index.tier_masks(place, runs[earlier]) == b"\1" * 1000
         assert index.resident(0) == 100_000
         assert index.check() == []
         taken = 0
         while victims := index.evict(0, TABLES[0][:1].copy(), 997, None, False):
             taken += len(victims)
         assert taken == 100_000, turn
-        assert index.where(place, runs[0]) == bytes(1000)
+        assert index.tier_masks(place, runs[0]) == bytes(1000)
         assert len(index) == 0
 
 

@@ -1,6 +1,6 @@
-"""The eviction order of the reference index: the twin of `csrc/host/ages`, `csrc/host/order` and `csrc/host/evict`.
+"""The eviction order of the reference index: twin of `age_histogram`, `eviction_order.h` and `evict.cpp` in csrc/host.
 
-Each tier has one order for each cost class (`kind`), each class of use, and whether a lower tier has the record too.
+Each tier has one order for each cost class, each class of use, and whether a lower tier has the record too.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 
 from kvcache.index.reference.ghosts import Node, OrderPosition
 
-# `AgeHistogram` counts waiting blocks by class of use and time of last use: the twin of `csrc/host/ages`. Times are
-# grouped in spans, and every tick begins one. Two neighbours are merged once both lie in one age bin, so there are
+# `AgeHistogram` counts waiting blocks by class of use and time of last use: the twin of csrc/host/age_histogram. Times
+# are grouped in spans, and every tick begins one. Two neighbours are merged once both lie in one age bin, so there are
 # about as many spans as bins. A span is never split: all of it counts in the bin of its first time.
 
 
@@ -66,7 +66,7 @@ class AgeHistogram:
         return out
 
 
-OrderKey = tuple[int, int, int, int]  # tier, kind, whether a lower tier has it, class of use
+OrderKey = tuple[int, int, int, int]  # tier, cost_class, whether a lower tier has it, class of use
 
 
 USES_BITS = 5
@@ -108,12 +108,12 @@ class ReferenceOrders:
                 del order[bisect_left(order, node.standing)]
                 node.listed[t] = None
 
-    def enter(self, node: Node, kind: int) -> None:
+    def enter(self, node: Node, cost_class: int) -> None:
         if node.holds:
             return
         for t in range(self._tiers):
             if node.listed[t] is None and node.tiers >> t & 1 and not node.children[t]:
-                key = t, kind, int(node.tiers >> (t + 1) != 0), self._classes.of(node.uses)
+                key = t, cost_class, int(node.tiers >> (t + 1) != 0), self._classes.of(node.uses)
                 insort(self.all.setdefault(key, []), node.standing)
                 node.listed[t] = key
 
@@ -129,8 +129,8 @@ class ReferenceOrders:
     ) -> OrderPosition | None:
         """The next record to evict; it stays in its order. None if no record qualifies."""
         worst: tuple[float, int, OrderPosition] | None = None
-        for (t, kind, below, c), order in self.all.items():
-            weight = weights[kind] if kind < len(weights) else 1.0
+        for (t, cost_class, below, c), order in self.all.items():
+            weight = weights[cost_class] if cost_class < len(weights) else 1.0
             if t != tier or (stored_below and not below) or weight == inf:
                 continue
             for value, standing in self._heads(order, values[c], now):
@@ -141,8 +141,10 @@ class ReferenceOrders:
                     worst = candidate
         return None if worst is None else worst[2]
 
-    def value(self, node: Node, kind: int, values: NDArray[np.float64], weights: Sequence[float], now: int) -> float:
-        weight = weights[kind] if kind < len(weights) else 1.0
+    def value(
+        self, node: Node, cost_class: int, values: NDArray[np.float64], weights: Sequence[float], now: int
+    ) -> float:
+        weight = weights[cost_class] if cost_class < len(weights) else 1.0
         b = self._ages.bin(max(0, now - node.stamp))
         return inf if weight == inf else float(values[self._classes.of(node.uses), b]) * weight
 

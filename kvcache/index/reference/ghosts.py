@@ -1,4 +1,4 @@
-"""Nodes of the reference index, and ghosts: the twin of `csrc/host/ghosts` and `csrc/host/recall`.
+"""Nodes of the reference index, and ghosts: the twin of `ghost_history` and `history_snapshot` in csrc/host.
 
 A ghost is the remembered use of an evicted block. Its name is not stored, only 48 bits of a keyed hash, which is enough
 for counting. Another process that has the secret can read the ghosts of an earlier one.

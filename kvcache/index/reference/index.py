@@ -2,15 +2,15 @@
 
 A node is one block at one place (namespace, group, shard). Its parent is the block before it at the same place. Each
 tier orders its evictable nodes: those that it has, without children in the tier and without holds. There is one order
-for each cost class (`kind`), each class of use, and whether a lower tier also has the node. An order is sorted by last
-use, then deeper first, then by name. All blocks at one place are of one cost class; `evict` compares classes by their
+for each cost class, each class of use, and whether a lower tier also has the node. An order is sorted by last use,
+then deeper first, then by name. All blocks at one place are of one cost class; `evict` compares classes by their
 weights. A parent enters its order, at its sorted position, when its last child is removed. A node without a tier is
 kept while it is held or has a child in some tier. After that it becomes a ghost, of which a bounded number is kept.
 
 The clock is a count of requests. No call does I/O. Signatures are packed, 32 bytes each, for consecutive blocks of one
 chain. Tiers are numbers, 0 is the fastest. A mask has bit i set if tier i has the block.
 
-`AuditedIndex` is the twin of `csrc/host/audit`, `play` that of `csrc/host/play`.
+`AuditedIndex` is the twin of csrc/host/audit.cpp.
 
 Thread safety: any thread.
 """
@@ -22,7 +22,7 @@ from collections.abc import Sequence
 from functools import partial
 from itertools import islice
 from math import inf
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -43,11 +43,33 @@ from kvcache.index.reference.ghosts import (
 # Audit: counts, orders and links against a walk over all nodes.
 
 
+class TraceRun(NamedTuple):
+    """Requests `first` to `end` of a trace, to replay at one place."""
+
+    place: bytes
+    starts: NDArray[np.int64]
+    """Where each request's blocks begin in `blocks`; one more than there are requests."""
+    blocks: NDArray[np.int32]
+    """Block numbers."""
+    signatures: NDArray[np.uint64]
+    """By block number, of shape (unique, 4)."""
+    first: int
+    end: int
+    capacity: int
+    """In blocks."""
+    values: NDArray[np.float64]
+    """The policy's table, by class of use and bin of age."""
+    hits: NDArray[np.int32]
+    """Output: by request from `first` on, how many of its leading blocks were cached."""
+    refuses: bool = True
+    """False lets new blocks evict records worth more as well."""
+
+
 class AuditedIndex:
     clock: int
     _tiers: int
     _nodes: dict[BlockName, Node]
-    _of_kind: list[list[int]]
+    _by_cost_class: list[list[int]]
     _blocks: int
     _orders: ReferenceOrders
     _ages: AgeHistogram
@@ -58,11 +80,11 @@ class AuditedIndex:
         return len(self._nodes)
 
     def resident(self, tier: int) -> int:
-        return sum(self.residents(tier))
+        return sum(self.resident_by_class(tier))
 
-    def residents(self, tier: int) -> list[int]:  # by cost class
+    def resident_by_class(self, tier: int) -> list[int]:  # by cost class
         with self._lock:
-            return [of_kind[tier] for of_kind in self._of_kind]
+            return [of_class[tier] for of_class in self._by_cost_class]
 
     def ghosts(self) -> int:
         return len(self._ghosts)
@@ -97,7 +119,7 @@ class AuditedIndex:
                     if place is not None and node.standing not in self._orders.all[place]:
                         faults.append(f"{label} stands in the wrong order")
             resident = [sum(node.tiers >> t & 1 for node in self._nodes.values()) for t in range(self._tiers)]
-            counted = [sum(of_kind[t] for of_kind in self._of_kind) for t in range(self._tiers)]
+            counted = [sum(of_class[t] for of_class in self._by_cost_class) for t in range(self._tiers)]
             if counted != resident:
                 faults.append(f"index: counts {counted} residents, {resident} are there")
             listed = sum(place is not None for node in self._nodes.values() for place in node.listed)
@@ -138,8 +160,8 @@ class ReferenceIndex(AuditedIndex):
         self._nodes: dict[BlockName, Node] = {}
         self._blocks = 0  # nodes that some tier has
         classes = UseClasses(bounds, gaps)
-        self._kinds: dict[bytes, int] = {}  # by place; places without an entry are of class 0
-        self._of_kind = [[0] * tiers]  # records by class and tier
+        self._cost_classes: dict[bytes, int] = {}  # by place; places without an entry are of class 0
+        self._by_cost_class = [[0] * tiers]  # records by class and tier
         self._ages = AgeHistogram(len(classes), edges)
         self._orders = ReferenceOrders(tiers, classes, self._ages)
         self.use_class, self._again = classes.of, classes.again
@@ -159,17 +181,17 @@ class ReferenceIndex(AuditedIndex):
             self._ages.tick(self.clock)
             return self.clock
 
-    def assign(self, places: Sequence[bytes], kind: int) -> None:
+    def assign(self, places: Sequence[bytes], cost_class: int) -> None:
         """Assign these places, with current and future blocks, to a cost class. Other places are of class 0."""
         with self._lock:
-            self._of_kind += [[0] * self._tiers for _ in range(kind + 1 - len(self._of_kind))]
+            self._by_cost_class += [[0] * self._tiers for _ in range(cost_class + 1 - len(self._by_cost_class))]
             moving = [node for node in self._nodes.values() if node.name[0] in places]
             for node in moving:
                 self._orders.leave(node)
                 self._count_residents(node, -1)
-            self._kinds.update(dict.fromkeys(places, kind))
+            self._cost_classes.update(dict.fromkeys(places, cost_class))
             for node in moving:
-                self._orders.enter(node, kind)
+                self._orders.enter(node, cost_class)
                 self._count_residents(node, 1)
 
     # lookups
@@ -182,7 +204,7 @@ class ReferenceIndex(AuditedIndex):
         A block counts for the fastest tier at which, or faster, all of its parts are.
         """
         with self._lock:
-            masks = [self.where(place, signatures) for place in places]
+            masks = [self.tier_masks(place, signatures) for place in places]
         found = usable_prefix(needs, masks)
         by_tier = [0] * self._tiers
         for i in range(found):
@@ -190,7 +212,7 @@ class ReferenceIndex(AuditedIndex):
             by_tier[max(((part & -part).bit_length() - 1 for part in parts), default=0)] += 1
         return found, tuple(by_tier)
 
-    def ask(
+    def hash_and_match(
         self,
         parent: bytes,
         tokens: NDArray[Any],
@@ -203,7 +225,7 @@ class ReferenceIndex(AuditedIndex):
         signatures = digest_chain(parent, tokens, block_tokens, extras)
         return signatures, *self.match(places, needs, signatures)
 
-    def where(self, place: bytes, signatures: PackedSignatures) -> bytes:
+    def tier_masks(self, place: bytes, signatures: PackedSignatures) -> bytes:
         """One mask per block."""
         with self._lock:
             found = (self._nodes.get(name) for name in block_names(place, signatures))
@@ -247,7 +269,7 @@ class ReferenceIndex(AuditedIndex):
             self._reused += reused
             self._forgotten += forgotten
 
-    def kept(self, most: int) -> bytes:
+    def export_state(self, most: int) -> bytes:
         """The state that outlives a process.
 
         Returns:
@@ -263,13 +285,13 @@ class ReferenceIndex(AuditedIndex):
             told = [p | u.uses << 48 | self._ages.bin(self.clock - u.stamp) << 56 for p, u in rows]
             return np.array([*self._ghosts.secret, self.clock, *told], "<u8").tobytes()
 
-    def remember(self, told: bytes) -> None:
+    def import_state(self, state: bytes) -> None:
         """Restore the `kept` state of another index into a new one, as ghosts.
 
         A block inserted before the first `tick` continues with its earlier use count, and the insertion is no use.
         Raises ValueError if the state does not fit this index.
         """
-        words = np.frombuffer(told, "<u8").tolist()
+        words = np.frombuffer(state, "<u8").tolist()
         with self._lock:
             valid = len(words) >= 4 and not (self.clock or self._nodes or len(self._ghosts)) and words[3] < 1 << 39
             bins, gaps = [word >> 56 for word in words[4:]], [word >> 48 + USES_BITS & 7 for word in words[4:]]
@@ -297,10 +319,10 @@ class ReferenceIndex(AuditedIndex):
                     self._attach(node, parent)
                 if not node.tiers >> tier & 1:
                     self._orders.leave(node)
-                    self._of_kind[self._kind(name)][tier] += 1
+                    self._by_cost_class[self._cost_class(name)][tier] += 1
                     node.tiers |= 1 << tier
                     self._count_child(node.parent_name, tier, 1)
-                    self._orders.enter(node, self._kind(node.name))
+                    self._orders.enter(node, self._cost_class(node.name))
                 parent = name[1]
 
     def refuse(self, place: bytes, signatures: PackedSignatures) -> None:
@@ -332,7 +354,7 @@ class ReferenceIndex(AuditedIndex):
                         self._count_reuse(node.uses, age)
                     self._set(node, max(node.stamp, stamp), self._again(node.uses, age))
 
-    def recall(self, place: bytes, signatures: PackedSignatures, stamp: int, uses: int) -> None:
+    def restore_use(self, place: bytes, signatures: PackedSignatures, stamp: int, uses: int) -> None:
         """Restore the last use and use count of each block that some tier has; not counted as a use."""
         with self._lock:
             for name in block_names(place, signatures):
@@ -366,7 +388,7 @@ class ReferenceIndex(AuditedIndex):
                 if node is None or not node.holds:
                     raise ValueError("release of a block that is not held: give back what `hold` took, once")
                 node.holds -= 1
-                self._orders.enter(node, self._kind(node.name))
+                self._orders.enter(node, self._cost_class(node.name))
                 self._forget(node)
             self._trim_ghosts()
 
@@ -415,17 +437,17 @@ class ReferenceIndex(AuditedIndex):
                 node = self._nodes.get(name)
                 if node is None or not node.tiers >> tier & 1 or node.holds:
                     return inf
-                worth += self._orders.value(node, self._kind(name), values, weights, self.clock)
+                worth += self._orders.value(node, self._cost_class(name), values, weights, self.clock)
         return worth
 
     # internal
 
-    def _kind(self, name: BlockName) -> int:
-        return self._kinds.get(name[0], 0)
+    def _cost_class(self, name: BlockName) -> int:
+        return self._cost_classes.get(name[0], 0)
 
     def _count_residents(self, node: Node, change: int) -> None:
         for t in range(self._tiers):
-            self._of_kind[self._kind(node.name)][t] += change * (node.tiers >> t & 1)
+            self._by_cost_class[self._cost_class(node.name)][t] += change * (node.tiers >> t & 1)
 
     def _get(self, name: BlockName) -> Node:  # created if missing
         return self._nodes.get(name) or self._nodes.setdefault(name, Node(name, self._tiers, self.clock))
@@ -453,14 +475,14 @@ class ReferenceIndex(AuditedIndex):
         self._ages.add(self.use_class(node.uses), node.stamp, -bool(node.tiers))
         node.stamp, node.uses = stamp, uses
         self._ages.add(self.use_class(uses), stamp, bool(node.tiers))
-        self._orders.enter(node, self._kind(node.name))
+        self._orders.enter(node, self._cost_class(node.name))
 
     def _drop(self, node: Node, tier: int) -> None:
         parent = node.parent_name
         self._orders.leave(node)
         node.tiers &= ~(1 << tier)
-        self._of_kind[self._kind(node.name)][tier] -= 1
-        self._orders.enter(node, self._kind(node.name))
+        self._by_cost_class[self._cost_class(node.name)][tier] -= 1
+        self._orders.enter(node, self._cost_class(node.name))
         if not node.tiers:
             self._blocks -= 1
             self._ages.add(self.use_class(node.uses), node.stamp, -1)
@@ -475,7 +497,7 @@ class ReferenceIndex(AuditedIndex):
             node = self._nodes[parent]
             self._orders.leave(node)
             node.children[tier] += change
-            self._orders.enter(node, self._kind(node.name))
+            self._orders.enter(node, self._cost_class(node.name))
 
     def _forget(self, node: Node) -> None:
         if node.tiers or node.holds or any(node.children):
@@ -512,52 +534,38 @@ class ReferenceIndex(AuditedIndex):
     def _count_reuse(self, uses: int, age: int) -> None:
         self._reused[self.use_class(uses), self._ages.bin(age)] += 1
 
+    def replay(self, *arguments: Any) -> None:
+        """Replay part of a trace on an index of one tier, as a cache would: the twin of csrc/host/replay.cpp.
 
-# Playing part of a trace on an index of one tier, as a cache would: the twin of `csrc/host/play`. A request counts its
-# uses, then stores its missing blocks, heads first. Those evict records worth as much as themselves or less, never
-# records that the request used. Blocks that do not fit that way are refused and remembered as ghosts.
+        A request counts its uses, then stores its missing blocks, heads first. Those evict records worth as much as
+        themselves or less, never records that the request used. Other blocks are refused and remembered as ghosts.
 
-
-def play(
-    index: ReferenceIndex,
-    place: bytes,
-    starts: NDArray[np.int64],
-    blocks: NDArray[np.int32],
-    signatures: NDArray[np.uint64],
-    first: int,
-    end: int,
-    capacity: int,
-    values: NDArray[np.float64],
-    hits: NDArray[np.int32],
-    refuses: bool = True,
-) -> None:
-    """Play requests `first` to `end` and write their hits.
-
-    Args:
-        signatures: by block number.
-        hits: by request from 0 on, how many of its leading blocks were cached. Output.
-        refuses: False lets new blocks evict records worth more as well.
-    """
-    for r in range(first, end):
-        chain = signatures[blocks[starts[r] : starts[r + 1]]].tobytes()
-        now = index.tick()
-        at, _ = index.match([place], [ALL_BLOCKS], chain)
-        hits[r - first] = at
-        index.touch(place, chain[: at * SIGNATURE_BYTES], now)
-        classes = [index.use_class(uses) for uses in index.uses(place, chain)]
-        stop, room = at, capacity - index.resident(0)
-        while stop < len(classes):
-            own, alike = classes[stop], 1
-            while stop + alike < len(classes) and classes[stop + alike] == own:
-                alike += 1
-            if alike > room:
-                room += len(
-                    index.evict(0, values, alike - room, now, False, most=float(values[own, 0]) if refuses else np.inf)
-                )
-            fits = min(alike, room)
-            stop, room = stop + fits, room - fits
-            if fits < alike:
-                break
-        parent = chain[(at - 1) * SIGNATURE_BYTES : at * SIGNATURE_BYTES] or place[:SIGNATURE_BYTES]
-        index.insert(place, chain[at * SIGNATURE_BYTES : stop * SIGNATURE_BYTES], parent, 0)
-        index.refuse(place, chain[stop * SIGNATURE_BYTES :])
+        Args:
+            arguments: the fields of `TraceRun`, as in the native index.
+        """
+        place, starts, blocks, signatures, first, end, capacity, values, hits, refuses = TraceRun(*arguments)
+        for r in range(first, end):
+            chain = signatures[blocks[starts[r] : starts[r + 1]]].tobytes()
+            now = self.tick()
+            at, _ = self.match([place], [ALL_BLOCKS], chain)
+            hits[r - first] = at
+            self.touch(place, chain[: at * SIGNATURE_BYTES], now)
+            classes = [self.use_class(uses) for uses in self.uses(place, chain)]
+            stop, room = at, capacity - self.resident(0)
+            while stop < len(classes):
+                own, alike = classes[stop], 1
+                while stop + alike < len(classes) and classes[stop + alike] == own:
+                    alike += 1
+                if alike > room:
+                    room += len(
+                        self.evict(
+                            0, values, alike - room, now, False, most=float(values[own, 0]) if refuses else np.inf
+                        )
+                    )
+                fits = min(alike, room)
+                stop, room = stop + fits, room - fits
+                if fits < alike:
+                    break
+            parent = chain[(at - 1) * SIGNATURE_BYTES : at * SIGNATURE_BYTES] or place[:SIGNATURE_BYTES]
+            self.insert(place, chain[at * SIGNATURE_BYTES : stop * SIGNATURE_BYTES], parent, 0)
+            self.refuse(place, chain[stop * SIGNATURE_BYTES :])
