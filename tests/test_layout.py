@@ -249,7 +249,7 @@ def test_a_cycle_is_found_by_name() -> None:
 
 
 if __name__ == "__main__":
-    for rule in ALLOWED:
+    for rule in RULES:
         for fault in sorted(faults(rule)):
             print(f"{rule}: {fault}")
     for name, lines in lengths().items():
