@@ -348,7 +348,7 @@ def simulate(trace: Trace, name: str, capacity: int, *, use_reference: bool = Fa
         starts, blocks = (np.ascontiguousarray(a) for a in (trace.starts, trace.blocks))
         sizes = (len(trace), trace.unique, capacity)
         if not _library().replay_classic(name.encode(), starts.ctypes, blocks.ctypes, *sizes, hits.ctypes):
-            raise ValueError(f"no policy {name!r}; there is {', '.join(CLASSICS)}")
+            raise ValueError(f"policy {name!r}: expected one of {', '.join(CLASSICS)}")
     return SimulationResult(name, capacity, hits, trace.accesses)
 
 

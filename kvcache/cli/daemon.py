@@ -16,23 +16,29 @@ if TYPE_CHECKING:
 
 
 def daemon(
-    settings: Annotated[Path | None, typer.Argument(help="A settings file (TOML); without one, defaults.")] = None,
-    socket: Annotated[str | None, typer.Option(help="The Unix socket; weighs more than daemon.socket.")] = None,
+    settings: Annotated[
+        Path | None, typer.Argument(help="A settings file (TOML). Default: the default settings.")
+    ] = None,
+    socket: Annotated[str | None, typer.Option(help="The Unix socket. Overrides daemon.socket.")] = None,
     http: Annotated[
-        bool, typer.Option("--http", help="Figures and a page over HTTP as well, where http.host and http.port say.")
+        bool, typer.Option("--http", help="Also serve metrics and a status page over HTTP, at http.host and http.port.")
     ] = False,
     check_config: Annotated[
-        bool, typer.Option("--check-config", help="Say what would be served, and leave: 2 where it makes no sense.")
+        bool,
+        typer.Option(
+            "--check-config",
+            help="Check the settings, print what the daemon would serve, and exit. Exit code 2 for invalid settings.",
+        ),
     ] = False,
     insecure_loopback: Annotated[
         bool,
-        typer.Option("--insecure-loopback", help="Let daemon.listen be on 127.0.0.1 without TLS and tokens."),
+        typer.Option("--insecure-loopback", help="Allow daemon.listen on 127.0.0.1 without TLS and tokens."),
     ] = False,
     replace: Annotated[
         bool,
-        typer.Option("--replace", help="End the daemon that listens there, if any, and take over its host memory."),
+        typer.Option("--replace", help="Replace the daemon that listens there, if any, and take over its host memory."),
     ] = False,
-    linger_s: Annotated[float | None, typer.Option(min=0.1, help="End after this long without a client.")] = None,
+    linger_s: Annotated[float | None, typer.Option(min=0.1, help="Exit after this time without a client.")] = None,
 ) -> None:
     """Serve a cache to the engines of this host, until SIGTERM."""
     import kvcache
@@ -65,7 +71,7 @@ def daemon(
 
 AddressOption = Annotated[
     str | None,
-    typer.Option("--address", "-a", help="Which cache, as `kvcache ps` names it, or the path of its socket."),
+    typer.Option("--address", "-a", help="The cache: its address from `kvcache ps`, or the path of its socket."),
 ]
 
 
@@ -83,7 +89,7 @@ def find_one_cache(address: str | None) -> Path:
     running = running_caches()
     if len(running) > 1:
         named = ", ".join(found.address for found in running)
-        raise ConfigError(f"{len(running)} caches run here: {named}; pick one with --address (`kvcache ps` tells more)")
+        raise ConfigError(f"{len(running)} caches run here: {named}; pick one with --address (`kvcache ps` lists them)")
     return running[0].path
 
 
@@ -94,7 +100,7 @@ def running_caches() -> list[RunningCache]:
     running = list(find_caches())
     if not running:
         raise UnreachableError(
-            "no cache of this user is running, or none that listens: start one, or see `control.enabled` "
+            "found no running cache of this user with a control socket: start one, or check `control.enabled` "
             "in `kvcache config show`"
         )
     return running

@@ -35,8 +35,8 @@ def parse_token_ids(text: str, model: str | None) -> bytes:
             raise ConfigError("a JSON list, but not of token ids: expected integers from 0 to 4294967295") from None
     if model is None:
         raise ConfigError(
-            f"{text[:40]!r}: no request of that id is remembered; for a prompt, name its tokenizer with --model, or "
-            "give its token ids as a JSON list"
+            f"{text[:40]!r}: the cache has no recent request with this id; for a prompt, name its tokenizer "
+            "with --model, or give its token ids as a JSON list"
         )
 
     return array("I", tokenizer_of(model).encode(text)).tobytes()
@@ -48,21 +48,21 @@ Decode = Callable[[Sequence[int]], str]
 COLUMNS = ("time", "request", "model", "tokens", "found", "why", "at")
 
 ADVICE: Mapping[str, str] = {
-    "cold": "nothing to do where prompts are new. Where they are not: does the engine store, and into this cache?",
+    "cold": "nothing, if the prompt is new. Otherwise check that the engine stores, and into this cache.",
     "evicted": "more memory keeps more: raise host.capacity_bytes or nvme.capacity_bytes.",
-    "expired": "a longer `ttl_s`, of the request or the namespace, keeps it longer.",
-    "diverged": "reuse ends at the first token that differs: put what changes from request to request behind what "
-    "stays.",
-    "apart": "make the two say the same in that field, if they may share blocks.",
-    "store_dropped": "the store found no room or no time: see `drops` in `kvcache stats`.",
+    "expired": "raise `ttl_s` of the request or the namespace.",
+    "diverged": "reuse ends at the first token that differs: put the parts that change between requests at the end "
+    "of the prompt.",
+    "apart": "give both the same value in that field, if they may share blocks.",
+    "store_dropped": "the store found no capacity or no time: see `drops` in `kvcache stats`.",
     "store_failed": "the write failed: see the cache's log, and `kvcache doctor`.",
-    "refused": "its bytes are not those that were stored: `kvcache check` reads all the others.",
-    "late": "the tier is slow or busy: `kvcache doctor` measures it; flow.deadline_s is how long is waited.",
-    "no_room": "host is too small for the requests that run at a time: raise host.capacity_bytes.",
-    "failed": "see the cache's log, which has this request's id.",
-    "below_plan": "nothing, but a faster tier: what was not loaded is computed sooner.",
-    "bypass": "`kvcache bypass off` puts the cache back.",
-    "quota": "the tenant asks for more than it may: raise `bandwidth` or `operations` in the file of tenants.",
+    "refused": "its bytes differ from those stored: `kvcache check` verifies all other records.",
+    "late": "the tier is slow or busy: `kvcache doctor` measures it; flow.deadline_s limits the wait.",
+    "no_room": "host memory is too small for the concurrent requests: raise host.capacity_bytes.",
+    "failed": "see the cache's log for this request's id.",
+    "below_plan": "use a faster tier: recomputation takes less time than this load.",
+    "bypass": "`kvcache bypass off` restores the cache.",
+    "quota": "the tenant exceeds its rate limit: raise `bandwidth` or `operations` in the tenants file.",
 }
 
 
@@ -70,14 +70,16 @@ def explain(
     what: Annotated[
         str | None,
         typer.Argument(
-            help="A request's id, a prompt, a JSON list of token ids, or @FILE with either; none: the last."
+            help="A request's id, a prompt, a JSON list of token ids, or @FILE with either. Default: the last request."
         ),
     ] = None,
     model: Annotated[
-        str | None, typer.Option("--model", "-m", help="Whose tokenizer: a directory, a name, `smollm2`.")
+        str | None, typer.Option("--model", "-m", help="The tokenizer's model: a directory, a name, or `smollm2`.")
     ] = None,
-    namespace: Annotated[str, typer.Option(help="First digits of its id, to look for a prompt in no other.")] = "",
-    count: Annotated[int, typer.Option("--tail", "-n", min=1, help="How many of the last misses.")] = 10,
+    namespace: Annotated[
+        str, typer.Option(help="The first digits of a namespace id. Only that namespace is searched.")
+    ] = "",
+    count: Annotated[int, typer.Option("--tail", "-n", min=1, help="Number of recent misses.")] = 10,
     address: AddressOption = None,
     output: OutputOption = OutputFormat.table,
     as_json: JsonOption = False,
@@ -136,7 +138,7 @@ def describe_story(story: MissStory, decode: Decode | None) -> Iterator[str]:
     tokens, space = story["block_tokens"], story["namespace"]
     whose = "".join(f" of {name} {story[name]}" for name in ("agent", "session") if name in story)
     request = f"Request {story['request']}{whose}, {_ago(story['ago_s'])}"
-    who = request if story["request"] else "This prompt, asked for now"
+    who = request if story["request"] else "This prompt, looked up now"
     yield f"{who}, model {space.get('model', '?')} (namespace {space['id'][:8]})."
     found = story["found_blocks"] * tokens
     yield f"{story['blocks'] * tokens:,} tokens in full blocks of {tokens}; the first {found:,} of them were found."
@@ -144,23 +146,23 @@ def describe_story(story: MissStory, decode: Decode | None) -> Iterator[str]:
     if not reason:
         yield "Nothing is missing."
         return
-    yield f"Why no more: {reason}. That is, {meaning('misses', 'reason', reason)}."
+    yield f"The prefix ends there: {reason} ({meaning('misses', 'reason', reason)})."
     yield from _evidence(story, decode)
-    yield f"What to do: {ADVICE[reason]}"
+    yield f"Remedy: {ADVICE[reason]}"
 
 
 def _evidence(story: MissStory, decode: Decode | None) -> Iterator[str]:
     if "lost_ago_s" in story:
-        verb = {"evicted": "left", "refused": "was refused by"}.get(story["reason"], "did not get into")
+        verb = {"evicted": "left", "refused": "was refused by"}.get(story["reason"], "was not stored in")
         yield f"The block {verb} {story['tier']} {_ago(story['lost_ago_s'])} ({story['why']})."
     if "age_requests" in story:
-        yield f"It had not been used for {story['age_requests']:,} requests, {_format_duration(story['age_s'])}."
+        yield f"Its last use was {story['age_requests']:,} requests, {_format_duration(story['age_s'])}."
     if "outcome" in story:
         yield f"The load ended as {story['outcome']}."
     if "plan" in story:
         plan = story["plan"]
         load, compute = _format_duration(plan["load_s"]), _format_duration(plan["compute_s"])
-        yield f"Loading the rest was expected to take {load}, computing it {compute}."
+        yield f"The plan expected {load} for loading the rest and {compute} for computing it."
     other = story.get("other")
     if other is None:
         return
@@ -172,15 +174,15 @@ def _evidence(story: MissStory, decode: Decode | None) -> Iterator[str]:
     elif story["reason"] == "diverged":
         yield from _describe_divergence(story, name, decode)
     else:
-        yield f"It was asked for before, by {name}, and is not stored: not yet, or that engine does not store."
+        yield f"{name} used the same prompt before, but has not stored it."
 
 
 def _describe_divergence(story: MissStory, other: str, decode: Decode | None) -> Iterator[str]:
     if "token" not in story:
-        yield f"It parts from {other} within block {story['block']:,}; the tokens are not remembered."
+        yield f"It diverges from {other} within block {story['block']:,}; the cache does not have the tokens any more."
         return
     at, meet = story["token"], story.get("meet")
-    yield f"It parts from {other} at token {at:,}, in block {story['block']:,}."
+    yield f"It diverges from {other} at token {at:,}, in block {story['block']:,}."
     if decode is None:
         yield f"  here  {story['ours'][:8]}...\n  there {story['theirs'][:8]}..."
         yield "  (token ids; --model names a tokenizer)"

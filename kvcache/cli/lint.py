@@ -23,11 +23,13 @@ ID_FIELDS = ("token_ids", "prompt_token_ids", "input_ids")
 def lint(
     requests: Annotated[
         Path,
-        typer.Argument(help="JSON lines, in order of time: each with `messages`, `prompt`, `input` or `token_ids`."),
+        typer.Argument(help="JSON lines in order of time, each with `messages`, `prompt`, `input` or `token_ids`."),
     ],
-    model: Annotated[str, typer.Option("--model", "-m", help="Whose tokenizer: a directory, a name, `smollm2`.")],
+    model: Annotated[
+        str, typer.Option("--model", "-m", help="The tokenizer's model: a directory, a name, or `smollm2`.")
+    ],
     block_tokens: Annotated[int, typer.Option(min=1, max=65535, help="Tokens in a block.")] = 16,
-    top: Annotated[int, typer.Option("--top", min=1, help="How many of the texts that cost most.")] = 10,
+    top: Annotated[int, typer.Option("--top", min=1, help="Number of texts to list, the most expensive first.")] = 10,
     output: OutputOption = OutputFormat.table,
     as_json: JsonOption = False,
 ) -> None:
@@ -42,7 +44,7 @@ def lint(
     tokenizer = tokenizer_of(model)
     prompts = [np.asarray(ids, np.uint32) for ids in read_requests(requests, tokenizer)]
     if not prompts:
-        raise ConfigError(f"{requests}: no requests in it; expected JSON lines")
+        raise ConfigError(f"{requests}: found no requests; expected JSON lines")
     found = lint_prompts(prompts, block_tokens)
     texts = [_example(group, tokenizer) for group in found.groups[:top]]
     if as_json or output is OutputFormat.json:
@@ -50,7 +52,7 @@ def lint(
         return
     print_table(("", ""), _rows(found))
     if texts:
-        print("\nWhere prompts part that go on alike: what stands there breaks the prefix.\n")
+        print("\nText at which otherwise equal prompts diverge, so that it ends the shared prefix.\n")
         print_table(
             ("tokens lost", "requests", "at token", "what", "behind", "for example", "and"),
             [
@@ -66,7 +68,7 @@ def lint(
                 for text in texts
             ],
         )
-        print("\nPut these at the end of the prompt, or leave them out.")
+        print("\nMove these to the end of the prompt, or remove them.")
 
 
 def read_requests(path: Path, tokenizer: Tokenizer) -> Iterator[Sequence[int]]:
@@ -161,9 +163,9 @@ def _rows(found: LintReport) -> list[tuple[str, str]]:
     return [
         ("requests", f"{found.prompts:,}"),
         ("input tokens", f"{found.tokens:,}"),
-        ("that stood in an earlier request, anywhere", f"{figures['repeated_share']:.1%} at least"),
+        ("of tokens that an earlier request had at any position", f"{figures['repeated_share']:.1%} at least"),
         ("hit rate with unlimited memory", f"{figures['hit_rate']:.1%}"),
-        ("the same, with what breaks prefixes at the end", f"{figures['moved_hit_rate']:.1%}"),
+        ("the same, with the listed texts moved to the end", f"{figures['moved_hit_rate']:.1%}"),
     ]
 
 

@@ -64,7 +64,7 @@ def _version(wanted: bool) -> None:
 
 def _root(
     version: Annotated[
-        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and leave.")
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and exit.")
     ] = False,
 ) -> None:
     """A hierarchical KV cache for language-model serving."""
@@ -108,7 +108,9 @@ def _exit(code: int, text: str) -> None:
 
 
 def show(
-    settings: Annotated[Path | None, typer.Argument(help="A settings file (TOML); without one, defaults.")] = None,
+    settings: Annotated[
+        Path | None, typer.Argument(help="A settings file (TOML). Default: the default settings.")
+    ] = None,
     output: OutputOption = OutputFormat.table,
     as_json: JsonOption = False,
 ) -> None:
@@ -135,7 +137,7 @@ def _plain(value: Any) -> Any:
 
 
 def register(app: typer.Typer) -> None:
-    group = typer.Typer(no_args_is_help=True, help="The settings that hold here, and where each came from.")
+    group = typer.Typer(no_args_is_help=True, help="Show the effective settings and the source of each.")
     group.command("show")(show)
     app.add_typer(group, name="config")
 

@@ -30,10 +30,12 @@ class BypassMode(str, Enum):
 def bypass(
     mode: Annotated[
         BypassMode | None,
-        typer.Argument(help="on: out of both paths; loads or stores: out of one; off: back. Without: say which."),
+        typer.Argument(
+            help="on: bypass loads and stores; loads, stores: bypass one; off: end the bypass. Default: print the mode."
+        ),
     ] = None,
     address: AddressOption = None,
-    everyone: Annotated[bool, typer.Option("--all", help="Every running cache of this user.")] = False,
+    everyone: Annotated[bool, typer.Option("--all", help="Apply to every running cache of this user.")] = False,
     output: OutputOption = OutputFormat.table,
     as_json: JsonOption = False,
 ) -> None:
@@ -58,13 +60,13 @@ def bypass(
 
 
 def clear(
-    tenant: Annotated[str | None, typer.Option(help="What is this tenant's.")] = None,
+    tenant: Annotated[str | None, typer.Option(help="Records of this tenant.")] = None,
     namespace: Annotated[
-        str | None, typer.Option(help="What is of this namespace: its id, or 8 digits or more that it begins with.")
+        str | None, typer.Option(help="Records of this namespace: its id, or at least the first 8 digits.")
     ] = None,
-    cache_salt: Annotated[str | None, typer.Option(help="What was stored under this cache salt.")] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Tell what would go, and remove nothing.")] = False,
-    everyone: Annotated[bool, typer.Option("--all", help="In every running cache of this user.")] = False,
+    cache_salt: Annotated[str | None, typer.Option(help="Records stored under this cache salt.")] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="List the records to remove, and remove nothing.")] = False,
+    everyone: Annotated[bool, typer.Option("--all", help="Apply to every running cache of this user.")] = False,
     address: AddressOption = None,
     output: OutputOption = OutputFormat.table,
     as_json: JsonOption = False,
@@ -77,7 +79,7 @@ def clear(
 
     given = {"tenant": tenant, "namespace": namespace, "cache_salt": cache_salt}
     if not any(value is not None for value in given.values()):
-        raise ConfigError("which records: give --tenant, --namespace or --cache-salt")
+        raise ConfigError("found no filter: give --tenant, --namespace or --cache-salt")
     if everyone and address is not None:
         raise typer.BadParameter("--all and --address: give one or the other")
     paths = [found.path for found in running_caches()] if everyone else [find_one_cache(address)]
@@ -99,9 +101,11 @@ def clear(
         if failures:
             print_table(("cache", "tier", "not done"), failures)
         elif dry_run:
-            print(f"nothing was removed: without --dry-run these records of {len(spaces)} namespaces go")
+            print(
+                f"dry run: nothing was removed; without --dry-run these records of {len(spaces)} namespaces are removed"
+            )
         else:
-            print(f"done: nothing of {len(spaces)} namespaces is left")
+            print(f"removed: no record of {len(spaces)} namespaces remains")
     if failures:
         raise typer.Exit(1)
 
@@ -114,14 +118,16 @@ def pin(
         str | None,
         typer.Argument(
             help="A prefix as `kvcache top` names it, a request's id, a prompt, a JSON list of token ids, or @FILE "
-            "with either; none: say what is pinned."
+            "with either. Default: list the pins."
         ),
     ] = None,
-    span: Annotated[str, typer.Option("--for", help="How long it is kept: 30min, 12h, 7d.")] = "24h",
+    span: Annotated[str, typer.Option("--for", help="Duration of the pin: 30min, 12h, 7d.")] = "24h",
     model: Annotated[
-        str | None, typer.Option("--model", "-m", help="Whose tokenizer: a directory, a name, `smollm2`.")
+        str | None, typer.Option("--model", "-m", help="The tokenizer's model: a directory, a name, or `smollm2`.")
     ] = None,
-    namespace: Annotated[str, typer.Option(help="First digits of its id, to look for a prompt in no other.")] = "",
+    namespace: Annotated[
+        str, typer.Option(help="The first digits of a namespace id. Only that namespace is searched.")
+    ] = "",
     address: AddressOption = None,
     output: OutputOption = OutputFormat.table,
     as_json: JsonOption = False,
@@ -142,7 +148,8 @@ def pin(
         return
     made = replies["made"]
     if made is not None and made["tokens"] < made["wanted_tokens"]:
-        print(f"{made['tokens']:,} of {made['wanted_tokens']:,} tokens are kept: no more are there, or have room\n")
+        tokens = f"{made['tokens']:,} of {made['wanted_tokens']:,} tokens"
+        print(f"{tokens} are pinned: others are not cached or exceed the limit\n")
     _show(replies["pins"])
 
 
@@ -193,8 +200,8 @@ def _show(pins: Sequence[Mapping[str, Any]]) -> None:
 
 
 def prune(
-    unused: Annotated[str, typer.Option("--unused", help="For how long they were not used: 12h, 7d, 2w.")],
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Tell what would go, and remove nothing.")] = False,
+    unused: Annotated[str, typer.Option("--unused", help="Least time since the last use: 12h, 7d, 2w.")],
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="List the records to remove, and remove nothing.")] = False,
     address: AddressOption = None,
     output: OutputOption = OutputFormat.table,
     as_json: JsonOption = False,
@@ -217,7 +224,7 @@ def prune(
     ]
     print_table(("namespace", "model", "records", "bytes"), rows)
     if dry_run:
-        print("\nnothing was removed: without --dry-run these go")
+        print("\ndry run: nothing was removed; without --dry-run these are removed")
 
 
 # `kvcache sync`: waits until stored blocks are in each intended tier, and counts those that are not.
@@ -228,7 +235,7 @@ ANSWER_S = 5.0
 
 def sync(
     address: AddressOption = None,
-    timeout_s: Annotated[float, typer.Option(min=0, max=60, help="Wait so long at most.")] = 60.0,
+    timeout_s: Annotated[float, typer.Option(min=0, max=60, help="Longest wait.")] = 60.0,
     output: OutputOption = OutputFormat.table,
     as_json: JsonOption = False,
 ) -> None:

@@ -20,9 +20,10 @@ if TYPE_CHECKING:
     from kvcache.tier.nvme import NvmeTier
 
 DirectoryOption = Annotated[
-    Path | None, typer.Option("--path", "-p", help="The directory; the one of the settings that hold here, if one.")
+    Path | None,
+    typer.Option("--path", "-p", help="The store's directory. Default: the only directory of the effective settings."),
 ]
-DryRunOption = Annotated[bool, typer.Option("--dry-run", help="Tell what it would do, and do nothing.")]
+DryRunOption = Annotated[bool, typer.Option("--dry-run", help="Print the actions, and change nothing.")]
 ProgressCallback = Callable[[int], object]
 
 
@@ -82,7 +83,7 @@ def scrub(
 
         found = send_command(find_one_cache(address), "scrub", timeout_s=None)
         if found.pop("busy"):
-            print("kvcache: an audit or a scrub is under way already; ask again when it has ended", file=sys.stderr)
+            print("kvcache: an audit or a scrub is running; try again when it has ended", file=sys.stderr)
             raise typer.Exit(1)
     else:
         with _opened(path) as tier, _progress("reading", _record_bytes(tier)) as advance:
@@ -100,15 +101,17 @@ def compact(
     with _opened(path) as tier:
         found = {"entries": tier.catalog.journal.entries_behind, "records": tier.usage().records}
         if not dry_run and not tier.compact():
-            print("kvcache: the drive did not let it: the log says why", file=sys.stderr)
+            print("kvcache: the drive refused it; see the log", file=sys.stderr)
             raise typer.Exit(1)
     _print(found, output, as_json, dry_run)
 
 
 def export(
-    file: Annotated[Path, typer.Argument(help="The archive to write; one that is there is replaced once it is whole.")],
+    file: Annotated[
+        Path, typer.Argument(help="The archive to write. An existing archive is replaced once the new one is complete.")
+    ],
     namespace: Annotated[
-        str | None, typer.Option(help="The records of this namespace: its id, or how it begins. Without it, all.")
+        str | None, typer.Option(help="Records of this namespace: its id, or the first digits. Default: all.")
     ] = None,
     path: DirectoryOption = None,
     output: OutputOption = OutputFormat.table,
@@ -126,11 +129,11 @@ def export(
             spaces = store_summary(tier.catalog)["namespaces"]
             found = [n for n in spaces if n["id"].startswith(namespace.lower())]
             if not found:
-                text = f"--namespace {namespace}: no namespace here begins so: see `nvme inspect`"
+                text = f"--namespace {namespace}: no namespace in this store matches: see `nvme inspect`"
                 raise NotFoundError.like(text, namespace, [n["id"][: max(8, len(namespace))] for n in spaces])
             if len(found) != 1:
                 raise ConfigError(
-                    f"--namespace {namespace}: {len(found)} namespaces here begin so, expected one: see `nvme inspect`"
+                    f"--namespace {namespace}: {len(found)} namespaces match, expected one: see `nvme inspect`"
                 )
             wanted, total = bytes.fromhex(found[0]["id"]), found[0]["record_bytes"]
         with _progress("writing", total) as advance:
@@ -188,7 +191,7 @@ def _directory(path: Path | None) -> Path:
             raise ConfigError(f"nvme.paths names {len(directories)} directories: pick one with --path")
         path = directories[0]
     if not (path / "FORMAT").exists():
-        raise ConfigError(f"{path}: no FORMAT file, so it is no store; give its directory with --path")
+        raise ConfigError(f"{path}: has no FORMAT file, expected a store; give its directory with --path")
     return path
 
 
@@ -244,7 +247,7 @@ def _print(found: dict[str, Any], output: OutputFormat, as_json: bool, dry_run: 
 
 
 def register(app: typer.Typer) -> None:
-    group = typer.Typer(no_args_is_help=True, help="A directory of records that no cache has open.")
+    group = typer.Typer(no_args_is_help=True, help="Tools for an NVMe store that no cache has open.")
     for name, command in (("import", import_), *((c.__name__, c) for c in (inspect, check, scrub, compact, export))):
         group.command(name)(command)
     group.command("rebuild")(rebuild)

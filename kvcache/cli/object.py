@@ -51,18 +51,18 @@ def ls(config: ConfigOption = None, output: OutputOption = OutputFormat.table, a
 
 def prune(
     older: Annotated[
-        str | None, typer.Option("--older-than", help="Objects that were written so long ago: 12h, 7d.")
+        str | None, typer.Option("--older-than", help="Objects written at least this long ago: 12h, 7d.")
     ] = None,
-    most: Annotated[str | None, typer.Option("--most", help="The oldest beyond so many bytes: 2TiB.")] = None,
-    expired: Annotated[bool, typer.Option("--expired", help="Objects of which every record has expired.")] = False,
+    most: Annotated[str | None, typer.Option("--most", help="The oldest objects beyond this total size: 2TiB.")] = None,
+    expired: Annotated[bool, typer.Option("--expired", help="Objects in which every record has expired.")] = False,
     config: ConfigOption = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Tell what would go, and remove nothing.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="List the records to remove, and remove nothing.")] = False,
     output: OutputOption = OutputFormat.table,
     as_json: JsonOption = False,
 ) -> None:
     """Delete old or excess objects of every writer; their blocks become misses."""
     if older is None and most is None and not expired:
-        raise ConfigError("which objects: give --older-than, --most or --expired")
+        raise ConfigError("found no filter: give --older-than, --most or --expired")
     try:
         older_s = None if older is None else parse_seconds(older)
         max_bytes = None if most is None else parse_bytes(most)
@@ -78,7 +78,7 @@ def prune(
         [(f"{gone.packs:,}", show_bytes(gone.size_bytes), show_seconds(gone.oldest_s) if gone.packs else "")],
     )
     if dry_run:
-        print("\nnothing was removed: without --dry-run these go")
+        print("\ndry run: nothing was removed; without --dry-run these are removed")
 
 
 @contextmanager
@@ -88,7 +88,7 @@ def _opened(config: str | None) -> Iterator[ObjectTier]:
 
     settings = load(config, nvme={"enabled": False})
     if not settings.object.url:
-        raise ConfigError("object.url: no store is named; give a settings file with --config, or KVCACHE_OBJECT__URL")
+        raise ConfigError("object.url: found no URL; give a settings file with --config, or KVCACHE_OBJECT__URL")
     tier = ObjectTier(settings.object)
     try:
         yield tier
@@ -99,7 +99,7 @@ def _opened(config: str | None) -> Iterator[ObjectTier]:
 
 
 def register(app: typer.Typer) -> None:
-    group = typer.Typer(no_args_is_help=True, help="The object store of these settings.")
+    group = typer.Typer(no_args_is_help=True, help="Tools for the object store of these settings.")
     group.command("ls")(ls)
     group.command("prune")(prune)
     app.add_typer(group, name="object")

@@ -15,8 +15,8 @@ class OutputFormat(str, Enum):
     json = "json"
 
 
-OutputOption = Annotated[OutputFormat, typer.Option("--output", "-o", help="How to print it.")]
-JsonOption = Annotated[bool, typer.Option("--json", help="The same as -o json.")]
+OutputOption = Annotated[OutputFormat, typer.Option("--output", "-o", help="Output format.")]
+JsonOption = Annotated[bool, typer.Option("--json", help="Short for -o json.")]
 
 
 def print_json(value: Any) -> None:

@@ -21,15 +21,15 @@ LOOPBACK = ("127.0.0.1", "::1", "localhost")
 def serve(
     model: Annotated[str, typer.Argument(help="A directory of safetensors, a GGUF file, or `smollm2`.")],
     host: Annotated[str, typer.Option(help="The address to listen on. Clients are not authenticated.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one.")] = 8000,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="The port; 0 picks a free one.")] = 8000,
     pages: Annotated[
         int | None,
         typer.Option(min=1, help="Blocks of the engine's own memory; by default two contexts, if memory allows."),
     ] = None,
-    cache: Annotated[Path | None, typer.Option(help="A settings file (TOML); without one, defaults.")] = None,
+    cache: Annotated[Path | None, typer.Option(help="A settings file (TOML). Default: the default settings.")] = None,
     dtype: Annotated[str, typer.Option(help="fp32, bf16 or fp16.")] = "fp32",
-    max_batch_tokens: Annotated[int, typer.Option(min=1, help="Tokens computed a step, at most.")] = 2048,
-    max_sequences: Annotated[int, typer.Option(min=1, help="Requests that run at a time, at most.")] = 64,
+    max_batch_tokens: Annotated[int, typer.Option(min=1, help="Most tokens computed in a step.")] = 2048,
+    max_sequences: Annotated[int, typer.Option(min=1, help="Most concurrent requests.")] = 64,
 ) -> None:
     """Serve a model over HTTP, /v1/completions and /v1/models, until SIGINT or SIGTERM."""
     import kvcache
@@ -74,7 +74,10 @@ def serve(
                 f"kvcache: {name} at {where}, {pages} pages ({held}), {engine.max_tokens} tokens a request", flush=True
             )
             if host not in LOOPBACK:
-                print(f"kvcache: {host} is not loopback: every client that reaches it may use this model", flush=True)
+                print(
+                    f"kvcache: {host} is not a loopback address: any client that reaches it can use this model",
+                    flush=True,
+                )
             if prompts and isinstance(opened, Cache):
                 warm_up(opened, where, prompts)
             uvicorn.Server(uvicorn.Config(app, log_level="warning")).run(sockets=[listener])

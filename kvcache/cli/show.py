@@ -22,19 +22,19 @@ NamespaceRow = Mapping[str, Any]
 
 
 def ls(
-    tenant: Annotated[str | None, typer.Option(help="Only those of this tenant.")] = None,
+    tenant: Annotated[str | None, typer.Option(help="Only namespaces of this tenant.")] = None,
     address: AddressOption = None,
     output: OutputOption = OutputFormat.table,
     as_json: JsonOption = False,
 ) -> None:
-    """Name the namespaces of a running cache: bytes in each tier, tokens asked for and found, last use."""
+    """Name the namespaces of a running cache: bytes in each tier, requested tokens and found, last use."""
     from kvcache.daemon.client.control import send_command
 
     rows = send_command(find_one_cache(address), "namespaces", timeout_s=60.0)["namespaces"]
     found = [row for row in rows if tenant in (None, row["tenant"])]
     if tenant is not None and not found:
         tenants = [row["tenant"] for row in rows if row["tenant"]]
-        raise NotFoundError.like(f"tenant {tenant!r:.80}: no namespace of it is bound here", tenant, tenants)
+        raise NotFoundError.like(f"tenant {tenant!r:.80}: found no bound namespace of this tenant", tenant, tenants)
     if as_json or output is OutputFormat.json:
         print_json(found)
         return
@@ -86,7 +86,7 @@ def check(
     found = send_command(find_one_cache(address), "check", timeout_s=None)
     faults = found["faults"]
     if found["busy"]:
-        print("kvcache: an audit is under way already; ask again when it has ended", file=sys.stderr)
+        print("kvcache: an audit is running; try again when it has ended", file=sys.stderr)
         raise typer.Exit(1)
     if as_json or output is OutputFormat.json:
         print_json(found)
@@ -107,7 +107,7 @@ EVENT_COLUMNS = ("time", "what", "tier", "blocks", "size", "namespace", "request
 
 def events(
     address: AddressOption = None,
-    count: Annotated[int, typer.Option("--tail", "-n", min=0, help="How many of the last ones.")] = 40,
+    count: Annotated[int, typer.Option("--tail", "-n", min=0, help="Number of recent events.")] = 40,
     output: OutputOption = OutputFormat.table,
     as_json: JsonOption = False,
 ) -> None:

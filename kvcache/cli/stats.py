@@ -25,10 +25,12 @@ class StatsFormat(str, Enum):
 
 def stats(
     address: AddressOption = None,
-    output: Annotated[StatsFormat, typer.Option("--output", "-o", help="How to print it.")] = StatsFormat.table,
+    output: Annotated[StatsFormat, typer.Option("--output", "-o", help="Output format.")] = StatsFormat.table,
     as_json: JsonOption = False,
-    curve: Annotated[bool, typer.Option("--curve", help="What more memory, or less, would find instead.")] = False,
-    by: Annotated[GroupBy | None, typer.Option(help="With --curve: of each of these apart.")] = None,
+    curve: Annotated[
+        bool, typer.Option("--curve", help="Show the hit rates that other capacities would have.")
+    ] = False,
+    by: Annotated[GroupBy | None, typer.Option(help="With --curve: break the rates down by this label.")] = None,
 ) -> None:
     """Tiers, tokens and reasons of one running cache, since it was opened."""
     from kvcache.daemon.client.control import send_command
@@ -67,14 +69,14 @@ def _show_curve(curve_data: Stats, by: GroupBy | None) -> None:
             (f"{name}, {show_bytes(tier['capacity_bytes'])}", *(f"{point['hit_rate']:.1%}" for point in tier["points"]))
             for name, tier in curve_data["tiers"].items()
         ]
-        print_table(("found of what was asked for, with", *head), rows)
+        print_table(("share of requested tokens found, by capacity", *head), rows)
     else:
         rows = [
             (name, who or "-", f"{count['asked_tokens']:,}", *(f"{rate:.1%}" for rate in count["hit_rates"]))
             for name, tier in curve_data["tiers"].items()
             for who, count in sorted(tier["by"][by.value].items(), key=lambda item: -item[1]["asked_tokens"])
         ]
-        print_table(("tier", by.value, "tokens asked for", *head), rows)
+        print_table(("tier", by.value, "requested tokens", *head), rows)
     skipped = curve_data["skipped_requests"]
     print(
         f"\nfrom a sample of {curve_data['requests']:,} requests"
@@ -92,7 +94,7 @@ def _show(found: Stats) -> None:
         print_table(("what", "why", "how often", "what it means"), reasons)
     outside = [path for path, bypassed in found["bypass"].items() if bypassed]
     if outside:
-        print(f"\nbypassed: {', '.join(outside)}. `kvcache bypass off` puts the cache back.")
+        print(f"\nbypassed: {', '.join(outside)}. `kvcache bypass off` restores the cache.")
 
 
 def _tiers(found: Stats) -> Iterator[tuple[str, ...]]:
@@ -104,7 +106,7 @@ def _tiers(found: Stats) -> Iterator[tuple[str, ...]]:
 def _tokens(found: Stats) -> Iterator[tuple[str, str, str]]:
     counters = found["counters"]
     asked = counters.get("asked_tokens", 0)
-    yield "asked for", f"{asked:,}", f"in {counters.get('requests', 0):,} requests"
+    yield "requested", f"{asked:,}", f"in {counters.get('requests', 0):,} requests"
     for tier, tokens in counters.get("hit_tokens", {}).items():
         yield f"found in {tier}", f"{tokens:,}", f"{tokens / asked:.1%}" if asked else ""
 
@@ -153,7 +155,7 @@ def alerts() -> None:
 
 def register(app: typer.Typer) -> None:
     app.command("stats")(stats)
-    group = typer.Typer(no_args_is_help=True, help="What a cache counts.")
+    group = typer.Typer(no_args_is_help=True, help="Print the cache's metrics.")
     group.command("ls")(ls)
     group.command("grafana")(grafana)
     group.command("alerts")(alerts)

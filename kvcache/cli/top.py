@@ -26,12 +26,12 @@ TIER_STYLES = {"host": "blue", "nvme": "cyan", "redis": "yellow", "object": "mag
 
 def top(
     address: AddressOption = None,
-    url: Annotated[str | None, typer.Option(help="A daemon's page instead: http://HOST:PORT/.")] = None,
+    url: Annotated[str | None, typer.Option(help="Read a daemon's status page instead: http://HOST:PORT/.")] = None,
     token_file: Annotated[
-        Path | None, typer.Option(help="A file with the token for that page; else the variable KVCACHE_TOKEN.")
+        Path | None, typer.Option(help="A file with the token for that page. Default: the variable KVCACHE_TOKEN.")
     ] = None,
-    every: Annotated[float, typer.Option(min=0.2, help="Seconds between two looks.")] = 2.0,
-    once: Annotated[bool, typer.Option("--once", help="Print what is there, and leave.")] = False,
+    every: Annotated[float, typer.Option(min=0.2, help="Seconds between updates.")] = 2.0,
+    once: Annotated[bool, typer.Option("--once", help="Print once and exit.")] = False,
     output: OutputOption = OutputFormat.table,
     as_json: JsonOption = False,
 ) -> None:
@@ -96,7 +96,7 @@ def render(before: Snapshot, now: Snapshot) -> RenderableType:
     parts: list[RenderableType] = [_headline(before, now), _tiers(before, now)]
     outside = [path for path, on in stats.get("bypass", {}).items() if on]
     if outside:
-        parts.insert(0, Text(f"bypassed: {', '.join(outside)}; `kvcache bypass off` puts the cache back", "bold red"))
+        parts.insert(0, Text(f"bypassed: {', '.join(outside)}; `kvcache bypass off` restores the cache", "bold red"))
     parts += [table for table in (_misses(now), _prefixes(now), _tenants(now), _agents(now), _events(now)) if table]
     return Group(*parts)
 
@@ -108,7 +108,7 @@ def _headline(before: Snapshot, now: Snapshot) -> RenderableType:
     asked, hits = counters.get("asked_tokens", 0), sum(counters.get("hit_tokens", {}).values())
     lately = counter_delta(before, now, "asked_tokens")
     line = Text()
-    line.append(f"hit rate {hits / asked:.1%}" if asked else "nothing was asked for", "bold")
+    line.append(f"hit rate {hits / asked:.1%}" if asked else "no requests yet", "bold")
     if lately > 0:
         line.append(f" ({counter_delta(before, now, 'hit_tokens') / lately:.1%} now)")
     line.append(f"   {hits:,} of {asked:,} tokens in {counters.get('requests', 0):,} requests")

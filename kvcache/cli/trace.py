@@ -24,10 +24,12 @@ def replay(
         Path, typer.Argument(help="JSON lines (.gz or not), as Mooncake publishes and `trace.path` records.")
     ],
     cache: Annotated[str | None, typer.Option(help="A settings file, or `unix:PATH`; without, defaults.")] = None,
-    requests: Annotated[int | None, typer.Option(min=1, help="The first so many.")] = None,
-    speed: Annotated[float, typer.Option(min=0.001, help="So many times as fast: arrivals and computing.")] = 1.0,
+    requests: Annotated[int | None, typer.Option(min=1, help="Only this many requests.")] = None,
+    speed: Annotated[
+        float, typer.Option(min=0.001, help="Replay this many times faster, both arrivals and computation.")
+    ] = 1.0,
     weight: Annotated[
-        str, typer.Option("--token-bytes", help="Of a token's keys and values; `kvcache size` tells.")
+        str, typer.Option("--token-bytes", help="Bytes of a token's keys and values, as `kvcache size` prints.")
     ] = "4KiB",
     prefill: Annotated[float, typer.Option(min=1, help="Tokens a second that the engine computes.")] = 10_000.0,
     output: OutputOption = OutputFormat.table,
@@ -81,7 +83,7 @@ def replay(
     else:
         print_table(("", ""), list(_rows(results)))
     if played.wrong_blocks:
-        print(f"kvcache: {played.wrong_blocks} blocks came back with other bytes", file=sys.stderr)
+        print(f"kvcache: {played.wrong_blocks} blocks were loaded with wrong bytes", file=sys.stderr)
         raise typer.Exit(1)
 
 
@@ -105,13 +107,15 @@ DEFAULT_TOKEN_BYTES = 128 << 10  # Llama 3.1 8B in bf16
 def simulate(
     trace: Annotated[Path, typer.Argument(help="A trace; may be compressed by gzip.", exists=True, dir_okay=False)],
     capacity: Annotated[
-        list[str], typer.Option(help="Blocks, a size (64GiB), or a share of the trace's blocks (2%). Repeats.")
+        list[str], typer.Option(help="Blocks, a size (64GiB), or a share of the trace's blocks (2%). Can be repeated.")
     ] = ["1%", "2%", "5%", "10%", "20%"],  # noqa: B006  typer copies it
-    policy: Annotated[list[str], typer.Option(help="Policies to play; by default all. Repeats.")] = [],  # noqa: B006
-    format: Annotated[str | None, typer.Option(help="The trace's format; by default told by its first line.")] = None,
-    seed: Annotated[int | None, typer.Option(help="When the sessions of an agentic trace start.")] = None,
+    policy: Annotated[list[str], typer.Option(help="Policies to simulate. Default: all. Can be repeated.")] = [],  # noqa: B006
+    format: Annotated[
+        str | None, typer.Option(help="The trace's format. Default: detected from its first line.")
+    ] = None,
+    seed: Annotated[int | None, typer.Option(help="The seed of session starts in an agentic trace.")] = None,
     tokenizer: Annotated[
-        Path | None, typer.Option(help="Of text: a tokenizer.json; by default a token a byte.", exists=True)
+        Path | None, typer.Option(help="For text: a tokenizer.json. Default: one token per byte.", exists=True)
     ] = None,
     token_bytes: Annotated[int, typer.Option(min=1, help="Bytes of a token's keys and values.")] = DEFAULT_TOKEN_BYTES,
     tiers: Annotated[
@@ -119,10 +123,10 @@ def simulate(
     ] = None,
     measured: Annotated[
         Path | None,
-        typer.Option(help="Rates where none is given: a file with `kvcache stats --json` of a cache.", exists=True),
+        typer.Option(help="A file with `kvcache stats --json` of a cache, for rates that are not given.", exists=True),
     ] = None,
     prefill: Annotated[float, typer.Option(min=1, help="Tokens that the engine computes in a second.")] = 8000.0,
-    as_json: Annotated[Path | None, typer.Option("--json", help="Write the rows to this file; -: print them.")] = None,
+    as_json: Annotated[Path | None, typer.Option("--json", help="Write the rows to this file; - prints them.")] = None,
     png: Annotated[Path | None, typer.Option(help="Draw hit rates by size into this file.")] = None,
 ) -> None:
     """Play a trace to policies and say what they would have found of it, by size, beside perfect foresight (opt)."""
@@ -139,7 +143,7 @@ def simulate(
     try:
         played = read_trace(trace, format, **options)
     except TypeError:
-        raise ConfigError(f"{', '.join(options)}: not of this format; leave it out") from None
+        raise ConfigError(f"{', '.join(options)}: not an option of this format; remove it") from None
     if tiers is not None:
         _price(played, _levels(tiers, measured), policy or ["hazard"], token_bytes, prefill, as_json)
         return

@@ -28,15 +28,17 @@ def warm(
         typer.Argument(help='A JSON value a line: {"text": ...}, {"messages": [...]} or {"token_ids": [...]}.'),
     ] = None,
     engine: Annotated[str, typer.Option(help="URL of this node's engine (OpenAI's API).")] = "",
-    model: Annotated[str, typer.Option(help="What to ask it for; without one, the first that it names.")] = "",
+    model: Annotated[
+        str, typer.Option(help="The model's name in requests. Default: the first that the engine lists.")
+    ] = "",
     hot: Annotated[
-        int | None, typer.Option(min=1, max=256, help="Fetch so many of the chains that the fleet uses most.")
+        int | None, typer.Option(min=1, max=256, help="Fetch this many of the fleet's most used prefixes.")
     ] = None,
     settings: Annotated[
-        Path | None, typer.Option(help="The engine's settings file (TOML), which says where the fleet's Redis is.")
+        Path | None, typer.Option(help="The engine's settings file (TOML) with the fleet's Redis.")
     ] = None,
-    max_bytes: Annotated[str | None, typer.Option(help="Bring near at most so much: 4GiB.")] = None,
-    patience_s: Annotated[float, typer.Option(min=0.1, help="After so long it ends, whatever is left.")] = 3600.0,
+    max_bytes: Annotated[str | None, typer.Option(help="Most bytes to fetch: 4GiB.")] = None,
+    patience_s: Annotated[float, typer.Option(min=0.1, help="Time limit for all prompts.")] = 3600.0,
     address: AddressOption = None,
     output: OutputOption = OutputFormat.table,
     as_json: JsonOption = False,
@@ -102,7 +104,7 @@ def prefill_prompts(
     _ = client.model  # reports at once where the engine does not answer
     coordination = Coordination(loaded.redis, os_env) if loaded.redis.enabled else None
     if coordination is None:
-        typer.echo("kvcache: the settings name no Redis: each prompt is this engine's alone", err=True)
+        typer.echo("kvcache: the settings have no Redis: other engines do not share this work", err=True)
 
     def on_result(step: PromptResult) -> None:
         if not quiet:

@@ -37,7 +37,7 @@ def make_socket_directory(environ: Mapping[str, str] = os.environ) -> Path:
     for directory in socket_directories(environ):
         longest = directory / f"{2**22}-999{SOCKET_SUFFIX}{PENDING_SUFFIX}"
         if len(os.fsencode(longest)) > MAX_SOCKET_PATH_BYTES:
-            refusals.append(f"{directory} makes too long a path")
+            refusals.append(f"the path of a socket in {directory} would be too long")
             continue
         try:
             directory.mkdir(mode=0o700, exist_ok=True)
@@ -46,8 +46,10 @@ def make_socket_directory(environ: Mapping[str, str] = os.environ) -> Path:
             continue
         if _is_private(directory):
             return directory
-        refusals.append(f"{directory} is not this user's alone")
-    raise StoreError(f"no place for a socket: {'; '.join(refusals)}; set XDG_RUNTIME_DIR to a directory of mode 0700")
+        refusals.append(f"{directory} is accessible to other users")
+    raise StoreError(
+        f"found no directory for a socket: {'; '.join(refusals)}; set XDG_RUNTIME_DIR to a directory of mode 0700"
+    )
 
 
 def _is_private(directory: Path) -> bool:

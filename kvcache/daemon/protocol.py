@@ -128,7 +128,7 @@ def frame_parts(message: Mapping[str, Any]) -> tuple[bytes, bytes]:
     """Return a frame's header and body, for a sender that does not join them."""
     body: bytes = msgpack.packb(message)
     if len(body) > MAX_FRAME_BYTES:
-        raise ProtocolError(f"a message of {len(body)} bytes: at most {MAX_FRAME_BYTES} go into one")
+        raise ProtocolError(f"a message of {len(body)} bytes: expected at most {MAX_FRAME_BYTES}")
     return len(body).to_bytes(HEADER_BYTES, "little"), body
 
 
@@ -136,7 +136,7 @@ def body_length(head: bytes | bytearray | memoryview) -> int:
     """Return the body's length from a header; ProtocolError beyond `MAX_FRAME_BYTES`."""
     size = int.from_bytes(head, "little")
     if size > MAX_FRAME_BYTES:
-        raise ProtocolError(f"a frame of {size} bytes: at most {MAX_FRAME_BYTES} are read")
+        raise ProtocolError(f"a frame of {size} bytes: expected at most {MAX_FRAME_BYTES}")
     return size
 
 
@@ -146,7 +146,7 @@ def unpack(body: bytes | bytearray | memoryview) -> dict[str, Any]:
     except Exception as error:  # noqa: BLE001  boundary to foreign code: msgpack raises many types for invalid bytes
         raise ProtocolError(f"{len(body)} bytes that are not msgpack: {error!r:.120}") from None
     if not isinstance(message, dict) or not all(isinstance(name, str) for name in message):
-        raise ProtocolError(f"a message that is {type(message).__name__}: expected a map of names")
+        raise ProtocolError(f"the message is {type(message).__name__}: expected a map of names")
     return message
 
 
@@ -188,7 +188,7 @@ def parse_reply(message: Mapping[str, Any]) -> dict[str, Any]:
         return dict(message["ok"])
     kind, text = message.get("error"), message.get("text")
     if not isinstance(kind, str) or not isinstance(text, str):
-        raise ProtocolError("an answer with neither `ok` nor `error`")
+        raise ProtocolError("the reply has neither `ok` nor `error`")
     raise ERRORS.get(kind, KVCacheError)(text)
 
 
@@ -200,13 +200,13 @@ def read_report(encoded: Mapping[str, Any]) -> FlushReport:
     """Return a flush's reply as a report. A daemon of an earlier version replies only with `done`."""
     told = encoded.get("report")
     if told is None:
-        return FlushReport(fault="" if encoded["done"] else "the daemon, of an earlier version, does not say why")
+        return FlushReport(fault="" if encoded["done"] else "the daemon has an earlier version, which gives no reason")
     try:
         names = [each.name for each in fields(TierFlush)]
         tiers = {name: TierFlush(**{n: tier[n] for n in names if n in tier}) for name, tier in told["tiers"].items()}
         return FlushReport(tiers, str(told["fault"]))
     except (TypeError, KeyError, AttributeError) as error:
-        raise ProtocolError(f"a report of a flush that cannot be read: {error!r:.120}") from None
+        raise ProtocolError(f"the flush report is invalid: {error!r:.120}") from None
 
 
 def describe_shards(shards: Any) -> list[list[int]]:
@@ -260,13 +260,13 @@ def parse_layout(encoded: Mapping[str, Any]) -> KVLayout:
     """Return the layout that `KVLayout.describe` encoded."""
     try:
         if len(encoded["groups"]) > MAX_GROUPS:
-            raise LayoutError(f"{len(encoded['groups'])} groups: a daemon takes {MAX_GROUPS}")
+            raise LayoutError(f"{len(encoded['groups'])} groups: expected at most {MAX_GROUPS}")
         groups = [Group(**{**group, "order": tuple(group["order"])}) for group in encoded["groups"]]
         return KVLayout(tuple(groups), encoded["block_tokens"])
     except LayoutError:
         raise
     except (TypeError, ValueError, KeyError, AttributeError) as error:
-        raise LayoutError(f"a layout that cannot be read: {error!r:.120}") from None
+        raise LayoutError(f"the layout is invalid: {error!r:.120}") from None
 
 
 # Messages on the control socket: the body's length (4 bytes, little-endian), then a msgpack map.
@@ -288,9 +288,9 @@ def send_message(
     try:
         body = msgpack.packb(message)
     except (TypeError, ValueError, OverflowError) as error:
-        raise FrameError(f"a message that msgpack cannot write: {error}") from error
+        raise FrameError(f"msgpack cannot encode the message: {error}") from error
     if len(body) > max_bytes:
-        raise FrameError(f"a message of {len(body)} bytes: at most {max_bytes} go into one")
+        raise FrameError(f"a message of {len(body)} bytes: expected at most {max_bytes}")
     connection.settimeout(timeout_s)
     try:
         connection.sendall(len(body).to_bytes(_CONTROL_HEADER_BYTES, "little") + body)
@@ -303,7 +303,7 @@ def receive_message(connection: socket.socket, *, max_bytes: int, timeout_s: flo
     end = None if timeout_s is None else time.monotonic() + timeout_s
     size = int.from_bytes(_receive_exactly(connection, _CONTROL_HEADER_BYTES, end), "little")
     if size > max_bytes:
-        raise FrameError(f"a message of {size} bytes: at most {max_bytes} are read")
+        raise FrameError(f"a message of {size} bytes: expected at most {max_bytes}")
     body = _receive_exactly(connection, size, end)
     try:
         message = msgpack.unpackb(body)
@@ -319,12 +319,12 @@ def _receive_exactly(connection: socket.socket, size: int, end: float | None) ->
     while len(got) < size:
         remaining_s = None if end is None else end - time.monotonic()
         if remaining_s is not None and remaining_s <= 0:
-            raise FrameError("nothing within the deadline")
+            raise FrameError("no message within the deadline")
         connection.settimeout(remaining_s)
         try:
             piece = connection.recv(min(size - len(got), 64 << 10))
         except TimeoutError:
-            raise FrameError("nothing within the deadline") from None
+            raise FrameError("no message within the deadline") from None
         except OSError as error:
             raise FrameError(f"{error}") from error
         if not piece:

@@ -27,7 +27,7 @@ class SlabMapping:
     def __init__(self, descriptor: int, slot_bytes: int, size_bytes: int, *, writable: bool) -> None:
         total = os.fstat(descriptor).st_size  # whole pages, perhaps huge pages
         if not 0 < slot_bytes <= size_bytes <= MAX_SLAB_BYTES or total < size_bytes + table_bytes(size_bytes):
-            raise ProtocolError(f"an extent of {size_bytes} bytes in slots of {slot_bytes}: its file is another")
+            raise ProtocolError(f"an extent of {size_bytes} bytes in slots of {slot_bytes}: its file has another size")
         self.writable, self.slot_bytes, self.count = writable, slot_bytes, size_bytes // slot_bytes
         access = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
         self._memory = mmap.mmap(descriptor, total, flags=mmap.MAP_SHARED, prot=access)
@@ -107,7 +107,7 @@ class SlabMappings:
                 for number in gone:
                     self._by_number.pop(number, None)
         except (TypeError, ValueError) as error:
-            raise ProtocolError(f"extents that make no sense: {error}") from None
+            raise ProtocolError(f"invalid extents: {error}") from None
         finally:
             for descriptor in descriptors:
                 os.close(descriptor)
@@ -115,15 +115,15 @@ class SlabMappings:
     def parse_leases(self, packed: bytes, *, blocks: int, groups: int) -> LeasedBatch:
         """Return the slots of a message; ProtocolError where they are not part of a transfer of `blocks` blocks."""
         if not packed or len(packed) % LEASE_DTYPE.itemsize:
-            raise ProtocolError(f"{len(packed)} bytes of lent slots: expected a multiple of {LEASE_DTYPE.itemsize}")
+            raise ProtocolError(f"{len(packed)} bytes of leased slots: expected a multiple of {LEASE_DTYPE.itemsize}")
         rows = np.frombuffer(packed, LEASE_DTYPE)
         if rows["block"].max() >= blocks or rows["group"].max() >= groups:
-            raise ProtocolError(f"slots are lent for blocks that were not asked for: {blocks} were")
+            raise ProtocolError(f"leased slots for blocks that were not requested; requested: {blocks}")
         parts = []
         with self._lock:
             for block, group, _, slab, i, _ in rows.tolist():
                 mapping = self._by_number.get(slab)
                 if mapping is None or i >= mapping.count:
-                    raise ProtocolError(f"slot {i} of extent {slab}: not one that the daemon announced")
+                    raise ProtocolError(f"slot {i} of extent {slab}: the daemon did not announce it")
                 parts.append((block, group, LeasedSlot(mapping, i)))
         return LeasedBatch(parts, rows["generation"])

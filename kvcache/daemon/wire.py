@@ -77,7 +77,7 @@ class Wire:
             if sent < len(head) + len(body):
                 self.connection.sendall((head + body)[sent:])
         except TimeoutError:
-            raise WireTimeoutError("the peer did not take a message within the deadline") from None
+            raise WireTimeoutError("the peer did not receive a message within the deadline") from None
         except OSError as error:
             raise UnreachableError(f"the connection ended: {error}") from None
 
@@ -88,7 +88,7 @@ class Wire:
             for piece in frame_parts:
                 self.connection.sendall(piece)
         except TimeoutError:
-            raise WireTimeoutError("the peer did not take what was sent within the deadline") from None
+            raise WireTimeoutError("the peer did not receive the bytes within the deadline") from None
         except OSError as error:
             raise UnreachableError(f"the connection ended: {error}") from None
 
@@ -102,12 +102,12 @@ class Wire:
             while at < len(view):
                 remaining_s = None if end is None else end - time.monotonic()
                 if remaining_s is not None and remaining_s <= 0:
-                    raise WireTimeoutError("what was announced did not come within the deadline")
+                    raise WireTimeoutError("the announced bytes did not arrive within the deadline")
                 try:
                     self.connection.settimeout(remaining_s)
                     count = self.connection.recv_into(view[at:])
                 except TimeoutError:
-                    raise WireTimeoutError("what was announced did not come within the deadline") from None
+                    raise WireTimeoutError("the announced bytes did not arrive within the deadline") from None
                 except OSError as error:
                     raise UnreachableError(f"the connection ended: {error}") from None
                 if not count:
@@ -125,7 +125,7 @@ class Wire:
         del self._read[: HEADER_BYTES + size]
         count = message.get("descriptors", 0)
         if not isinstance(count, int) or not 0 <= count <= len(self._descriptors):
-            raise ProtocolError(f"{count!r:.40} descriptors: {len(self._descriptors)} came")
+            raise ProtocolError(f"{count!r:.40} descriptors: received {len(self._descriptors)}")
         descriptors, self._descriptors = self._descriptors[:count], self._descriptors[count:]
         return message, descriptors
 
@@ -133,7 +133,7 @@ class Wire:
         while len(self._read) < size:
             remaining_s = None if end is None else end - time.monotonic()
             if remaining_s is not None and remaining_s <= 0:
-                raise WireTimeoutError("no answer within the deadline")
+                raise WireTimeoutError("no reply within the deadline")
             try:
                 self.connection.settimeout(remaining_s)
                 if self._unix:
@@ -143,7 +143,7 @@ class Wire:
                 else:
                     piece, rights, flags = self.connection.recv(_CHUNK_BYTES), [], 0
             except TimeoutError:
-                raise WireTimeoutError("no answer within the deadline") from None
+                raise WireTimeoutError("no reply within the deadline") from None
             except OSError as error:
                 raise UnreachableError(f"the connection ended: {error}") from None
             for level, kind, data in rights:
@@ -151,7 +151,9 @@ class Wire:
                     whole = len(data) - len(data) % _DESCRIPTOR_BYTES
                     self._descriptors += array.array("i", data[:whole])
             if self._ancillary_bytes and flags & socket.MSG_CTRUNC:
-                raise UnreachableError("no descriptors left in this process for the daemon's memory; raise `ulimit -n`")
+                raise UnreachableError(
+                    "this process has no file descriptors left for the daemon's memory; raise `ulimit -n`"
+                )
             if not piece:
                 raise UnreachableError("the connection ended")
             self._read += piece

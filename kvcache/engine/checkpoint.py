@@ -46,7 +46,7 @@ def resolve_model(name: str, *, read_every_byte: bool = False) -> str:
     if path.suffix == ".gguf" and path.is_file():
         return str(_converted(path, read_every_byte))
     raise ModelError(
-        f"model {name!r}: not there; give a directory with config.json and safetensors, a .gguf file, "
+        f"model {name!r}: not found; give a directory with config.json and safetensors, a .gguf file, "
         f"or one of {', '.join(PACKAGED)}"
     )
 
@@ -81,7 +81,9 @@ def _converted(path: Path, read_every_byte: bool) -> Path:
             shutil.rmtree(unfinished, ignore_errors=True)
     except OSError as error:
         if not target.is_dir():  # else another process was first
-            raise ModelError(f"{target}: {error.strerror}: make room there, or set KVCACHE_DIR elsewhere") from None
+            raise ModelError(
+                f"{target}: {error.strerror}: free space there, or set KVCACHE_DIR to another directory"
+            ) from None
     return target
 
 
@@ -177,7 +179,7 @@ class _Files:
         if name not in self.shapes:
             # A tied model's output matrix is its embedding, which some checkpoints hold twice.
             if name != "lm_head.weight" and not name.endswith(_IGNORED):
-                raise ModelError(f"{path}: tensor {name}, which its config.json does not call for: check the config")
+                raise ModelError(f"{path}: tensor {name}, which its config.json does not describe: check the config")
             return
         found = file.get_slice(name)
         if tuple(found.get_shape()) != self.shapes[name]:

@@ -73,7 +73,7 @@ class CompletionRequestBase(BaseModel):
             first = error.errors()[0]
             name = ".".join(map(str, first["loc"]))
             if first["type"] == "extra_forbidden":
-                raise RequestError(f"{name}: this server has no such parameter; leave it out", name) from None
+                raise RequestError(f"{name}: this server does not support the parameter; remove it", name) from None
             if first["type"] == "missing":
                 raise RequestError(f"{name}: missing, and there is no default", name) from None
             found = f"{name} = {first['input']!r}" if name else f"a body of {type(body).__name__}"

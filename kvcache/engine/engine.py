@@ -165,7 +165,7 @@ class Engine:
         params = params or SamplingParams()
         prompt = self._checked(prompt_ids)
         if params.stop and self._decode is None:
-            raise ConfigError("stop: this engine was given no decoder; pass Engine(..., decode=tokenizer.decode)")
+            raise ConfigError("stop: this engine has no decoder; pass Engine(..., decode=tokenizer.decode)")
         arrival = next(self._arrivals)
         sequence = Sequence(
             id=id or f"request-{arrival}",
@@ -187,7 +187,7 @@ class Engine:
         if len(prompt) >= self.max_tokens:
             whose = "the model's context"
             if self.max_tokens < self.model.max_tokens:
-                whose = "what the page pool holds (give the engine more pages)"
+                whose = "the capacity of the page pool (give the engine more pages)"
             raise TokenError(f"a prompt of {len(prompt)} tokens: {self.max_tokens}, answer included, is {whose}")
         if max(prompt) >= self.model.vocab_size:
             raise TokenError(f"token id {max(prompt)}: the model's vocabulary ends at {self.model.vocab_size - 1}")

@@ -51,7 +51,7 @@ class EngineLoop:
         with self._lock:  # so that nothing is queued after the thread's last read
             if self._closed:
                 future.cancel()
-                raise ClosedError("this engine was stopped; start another one")
+                raise ClosedError("this engine is stopped; start another one")
             self._inbox.put(lambda: self._add(prompt_ids, params, future))
         return future
 
@@ -62,7 +62,7 @@ class EngineLoop:
                     self._inbox.get()()
                 self._step()
             except Exception as error:  # noqa: BLE001  worker thread that must survive; its callers get the error
-                _log.exception("a step of the engine failed; its requests end")
+                _log.exception("engine step failed; its requests end")
                 self._end(error)
         while not self._inbox.empty():
             self._inbox.get()()

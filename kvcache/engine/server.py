@@ -89,7 +89,7 @@ class Server:
     ) -> Response:
         """Answer a completion. `ask` returns the prompts, in a thread since tokenizers may be slow."""
         if body.model != self._model:
-            message = f"model {body.model!r}: not served here; there is {self._model!r}"
+            message = f"model {body.model!r}: this server does not have it; it serves {self._model!r}"
             return JSONResponse(
                 error_body(message, kind="invalid_request_error", param="model", code="model_not_found"),
                 status_code=404,
@@ -156,4 +156,4 @@ async def _kvcache_error(_: Request, error: Exception) -> Response:
 
 
 async def _internal_error(_: Request, error: Exception) -> Response:
-    return JSONResponse(error_body("a defect of the server; its log has more", kind="server_error"), status_code=500)
+    return JSONResponse(error_body("internal error of the server; see its log", kind="server_error"), status_code=500)

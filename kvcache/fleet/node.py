@@ -68,10 +68,10 @@ class Prefetch:
                     self._prefetch_chain(bound, packed)
         except OSError as error:
             self.progress.fault = str(error)
-            _log.warning("the fleet's hottest chains: %s", error)
+            _log.warning("cannot read the fleet's popular prefixes: %s", error)
         except Exception as error:  # noqa: BLE001  worker thread that must survive: a cache fault never fails a request
             self.progress.fault = repr(error)
-            _log.exception("the fleet's hottest chains: a defect")
+            _log.exception("reading the fleet's popular prefixes failed")
         finally:
             self._done.set()
 
@@ -98,7 +98,7 @@ def join_fleet(cache: Cache) -> FleetNode | None:
 
 
 def _refuse_without_fleet(asked: dict[Any, Any]) -> dict[str, Any]:
-    raise ConfigError("redis.enabled is false in this cache's settings: it has no fleet to fetch from")
+    raise ConfigError("redis.enabled is false in this cache's settings: this cache has no fleet")
 
 
 def warm_up(cache: Cache, url: str, prompts: Sequence[Prompt]) -> WarmUp:
@@ -186,7 +186,7 @@ class FleetNode:
                 raise ConfigError(f"max_bytes = {most!r:.40}: expected a number of bytes")
             bounds = self._cache.bounds
             if not bounds:
-                raise ConfigError("no engine has bound a namespace here yet: there is nothing to fetch for")
+                raise ConfigError("no engine has bound a namespace yet: start an engine first")
             self.prefetch(bounds, count, ByteBudget(self._most_bytes if most is None else most))
         if not self._prefetches:
             return {"done": True}

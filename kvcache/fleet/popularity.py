@@ -135,9 +135,9 @@ class PopularityReporter:
             try:
                 self.report()
             except OSError as error:  # the tier counts this error
-                _log.debug("the fleet's counts: %s", error)
+                _log.debug("cannot update the fleet's use counts: %s", error)
             except Exception:  # noqa: BLE001  worker thread that must survive: a cache fault never fails a request
-                _log.exception("the fleet's counts: a defect")
+                _log.exception("updating the fleet's use counts failed")
 
     def close(self) -> None:
         """Stop the thread; wait for a report that is running, which has a deadline."""

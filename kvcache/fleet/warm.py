@@ -56,9 +56,9 @@ def read_prompts(path: Path) -> list[Prompt]:
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except OSError as error:
-        raise ConfigError(f"{path}: {error.strerror}; give a file with a prompt a line") from None
+        raise ConfigError(f"{path}: {error.strerror}; give a file with one prompt per line") from None
     except ValueError:
-        raise ConfigError(f"{path}: not UTF-8; give a file with a JSON value a line") from None
+        raise ConfigError(f"{path}: not UTF-8; give a file with one JSON value per line") from None
     prompts = []
     for number, line in enumerate(lines, 1):
         if line.strip() and not line.lstrip().startswith("#"):
@@ -70,7 +70,7 @@ def _prompt(line: str, where: str) -> Prompt:
     try:
         reply = json.loads(line)
     except ValueError as error:
-        raise ConfigError(f"{where}: not JSON: {error}; a text stands in quotation marks") from None
+        raise ConfigError(f"{where}: not JSON: {error}; put text in quotation marks") from None
     if isinstance(reply, str):
         reply = {"text": reply}
     elif isinstance(reply, list):
@@ -83,7 +83,7 @@ def _prompt(line: str, where: str) -> Prompt:
             return Prompt("token_ids", content)
         if kind == "messages" and _is_list_of(content, dict):
             return Prompt("messages", content)
-    raise ConfigError(f"{where}: expected text, a list of messages, or token_ids, and nothing beside it")
+    raise ConfigError(f"{where}: expected exactly one of text, messages and token_ids")
 
 
 def _is_list_of(content: object, kind: type) -> bool:
@@ -116,7 +116,7 @@ class EngineClient:
 
     def __init__(self, url: str, model: str = "", *, timeout_s: float = 600.0) -> None:
         if urlsplit(url).scheme not in ("http", "https") or not urlsplit(url).hostname:
-            raise ConfigError(f"--engine {url}: expected http://HOST:PORT, an engine that speaks OpenAI's API")
+            raise ConfigError(f"--engine {url}: expected http://HOST:PORT of an engine with OpenAI's API")
         self._url = url.rstrip("/").removesuffix("/v1")
         self._model, self._timeout_s = model, timeout_s
 
@@ -127,7 +127,7 @@ class EngineClient:
             try:
                 self._model = str(document["data"][0]["id"])
             except (KeyError, IndexError, TypeError):
-                raise UnreachableError(f"{self._url}: names no model; give --model") from None
+                raise UnreachableError(f"{self._url}: the engine lists no model; give --model") from None
         return self._model
 
     def prefill(self, prompt: Prompt) -> PrefillUsage:
@@ -164,7 +164,7 @@ class EngineClient:
             reason = getattr(error, "reason", error)
             raise UnreachableError(f"{self._url}{path}: {reason}; is an engine serving there?") from None
         if not isinstance(reply, dict):
-            raise UnreachableError(f"{self._url}{path}: answers something else than OpenAI's API")
+            raise UnreachableError(f"{self._url}{path}: the reply does not follow OpenAI's API")
         return reply
 
 
@@ -274,7 +274,7 @@ class WarmUp:
         try:
             self._run()
         except Exception:  # noqa: BLE001  worker thread that must survive: a node serves without the warm-up too
-            _log.exception("warming up failed")
+            _log.exception("warm-up failed")
         finally:
             self._done.set()
 
@@ -287,7 +287,9 @@ class WarmUp:
             over = self._limits.max_bytes is not None and self._node.used_bytes() - before >= self._limits.max_bytes
             if over or self._clock.now() >= end:
                 self._record_result(
-                    PromptResult(number, "left", why="the limit on bytes is reached" if over else "no time is left")
+                    PromptResult(
+                        number, "left", why="the limit on bytes is reached" if over else "the time limit is reached"
+                    )
                 )
                 continue
             step = self._warm_prompt(number, prompt)
@@ -334,5 +336,5 @@ class WarmUp:
         with suppress(OSError):  # the lease then expires, and another node's engine computes the prompt
             lease.mark_stored() if settled else lease.release()
         return PromptResult(
-            number, "computed", usage, "" if settled else "what was computed did not reach the fleet in time"
+            number, "computed", usage, "" if settled else "the computed blocks did not reach the fleet in time"
         )

@@ -258,7 +258,7 @@ ALERTS: Sequence[Alert] = (
         "30m",
         "warning",
         "An operator has taken the cache out of {{ $labels.path }}.",
-        "`kvcache bypass off` puts it back.",
+        "`kvcache bypass off` restores it.",
     ),
     Alert(
         "KVCacheLoadsFail",

@@ -15,7 +15,7 @@ _OUTCOMES = {
     "cancelled": "the requester gave up, or loads were bypassed meanwhile",
 }
 
-_BYPASS = "an operator has taken the cache out of this path: `kvcache bypass off` puts it back"
+_BYPASS = "an operator has taken the cache out of this path: `kvcache bypass off` restores it"
 
 _QUOTA = "its tenant asked for more than it may in a second: `bandwidth`, `operations` in the tenants file"
 

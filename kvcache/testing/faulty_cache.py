@@ -131,4 +131,4 @@ class RaisingProxy:
 
     def _maybe_raise(self, name: str) -> None:
         if self._fails(name):
-            raise ZeroDivisionError(f"{name} fails, as it was told to")
+            raise ZeroDivisionError(f"{name} fails, as configured")

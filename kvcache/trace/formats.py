@@ -114,8 +114,8 @@ class Trace:
         if len(wrong):
             request = int(np.searchsorted(self.starts, wrong[0], "right")) - 1
             raise ConfigError(
-                f"trace {self.name!r}, request {request}: a block that came after another one before; expected the "
-                f"names of blocks to be chained, so that each names its whole prefix"
+                f"trace {self.name!r}, request {request}: a block has two different predecessors; expected "
+                "chained block ids, each of which identifies its whole prefix"
             )
 
 
@@ -351,11 +351,13 @@ def read_trace(path: Path, format: str | None = None, **options: Any) -> Trace:
             first = lines.readline()
             name = format or next((name for sign, name in _FORMAT_MARKERS if sign in first), "")
             if name not in FORMATS:
-                raise ConfigError(f"{path}: {name or 'unknown'} is no format of traces; there is {', '.join(FORMATS)}")
+                raise ConfigError(
+                    f"{path}: {name or 'unknown'} is not a trace format; expected one of {', '.join(FORMATS)}"
+                )
             trace = FORMATS[name](path.name.split(".")[0], [first, *lines], **options)
     except (KeyError, IndexError, TypeError, ValueError, AttributeError, UnicodeDecodeError, gzip.BadGzipFile) as error:
         if isinstance(error, ConfigError):
             raise
-        raise ConfigError(f"{path} is no trace of the format {name}: {type(error).__name__} {error}") from error
+        raise ConfigError(f"{path} is not a trace in format {name}: {type(error).__name__} {error}") from error
     trace.check()
     return trace

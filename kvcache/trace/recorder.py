@@ -77,7 +77,7 @@ class TraceRecorder:
             asyncio.run(self._write())
         except Exception:  # noqa: BLE001  a trace must not fail an engine
             self._closed = True
-            _log.exception("%s: the trace ends here", self.path)
+            _log.exception("stopped recording the trace: %s", self.path)
 
     async def _write(self) -> None:
         while not (self._closed and not self._rows):

@@ -86,7 +86,7 @@ def read_arrivals(path: Path, max_requests: int | None = None) -> tuple[list[Arr
             )
         block_tokens = row_block_tokens
     if not arrivals:
-        raise ConfigError(f"{path}: no requests in it; expected JSON lines")
+        raise ConfigError(f"{path}: found no requests; expected JSON lines")
     first = min(arrival.time_s for arrival in arrivals)
     moved = [Arrival(a.time_s - first, a.names, a.tokens) for a in arrivals]
     return sorted(moved, key=lambda a: a.time_s), block_tokens

@@ -54,9 +54,9 @@ def simulate(trace: Trace, policy: str | Policy, capacity: int, *, use_reference
     """Simulate a policy on a trace. `use_reference` runs the Python twins even where the native core is built."""
     name = policy if isinstance(policy, str) else policy.name
     if name not in POLICIES and isinstance(policy, str):
-        raise ConfigError(f"no policy {name!r}; there is {', '.join(POLICIES)}")
+        raise ConfigError(f"policy {name!r}: expected one of {', '.join(POLICIES)}")
     if capacity < 1:
-        raise ConfigError(f"a capacity of {capacity} blocks; expected one at least")
+        raise ConfigError(f"capacity = {capacity} blocks: expected at least 1")
     use_reference = use_reference or not native.available()
     if policy == OPTIMAL:
         hits = _replay_optimal(trace, capacity, use_reference)
@@ -212,11 +212,13 @@ def measured_rates(stats: Mapping[str, Any]) -> dict[str, float]:
         if not isinstance(rate, (int, float)) or not 0 < rate <= _MAX_RATE:
             raise ConfigError(
                 f"tiers.{name}.read_bytes_per_s = {rate!r}: expected a number of bytes a second, as "
-                "`kvcache stats --json` says it"
+                "`kvcache stats --json` prints"
             )
         rates[name] = float(rate)
     if not rates:
-        raise ConfigError("no tier was read of late: expected what `kvcache stats --json` says of a cache at work")
+        raise ConfigError(
+            "no tier has a recent read rate: expected the output of `kvcache stats --json` of a cache in use"
+        )
     return rates
 
 

@@ -48,7 +48,7 @@ def test_a_tenant_is_erased_and_it_is_said(cache: Cache, kv: Any) -> None:
     assert held(cache, "acme") == {"host", "nvme"}
     code, out, _ = kv("clear", "--tenant", "acme")
     assert code == 0
-    assert "done: nothing of 1 namespaces is left" in out
+    assert "removed: no record of 1 namespaces remains" in out
     assert (held(cache, "acme"), held(cache, "zeta")) == (set(), {"host", "nvme"})
 
 
@@ -67,7 +67,7 @@ def test_a_tier_that_is_not_done_is_a_failure(cache: Cache, kv: Any, monkeypatch
     code, out, _ = kv("clear", "--tenant", "acme")
     assert code == 1
     assert "nvme" in out
-    assert "done: nothing" not in out
+    assert "removed: no record" not in out
 
 
 @pytest.mark.parametrize(

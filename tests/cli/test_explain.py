@@ -64,11 +64,11 @@ def test_a_request_is_explained_with_its_text_and_the_timestamp_named(cache: Any
     assert code == 0
     for text in (
         "Request second",
-        "Why no more: diverged",
+        "The prefix ends there: diverged",
         "request first",
         "That is a timestamp: '2026-11-29 12:41' here, '2026-11-29 12:03' there.",
         "both go on alike",
-        "put what changes from request to request behind what stays",
+        "put the parts that change between requests at the end of the prompt",
     ):
         assert text in out
     (story,) = json.loads(kv("explain", "second", "--json")[1])
@@ -82,7 +82,7 @@ def test_a_prompt_is_explained_before_anybody_asks_for_it(cache: Any, kv: Any, m
         (tmp_path / "prompt").write_text(new)
         code, out, _ = kv("explain", what, "--model", str(model))
         assert code == 0
-        assert "This prompt, asked for now" in out
+        assert "This prompt, looked up now" in out
         assert "a timestamp: '2026-11-30 08:00' here" in out
     known = TEXT.format("2026-11-29 12:03")
     assert "Nothing is missing." in kv("explain", known, "-m", str(model / "tokenizer.json"))[1]
@@ -130,6 +130,6 @@ def test_every_reason_is_told_in_words(reason: str) -> None:
         "found_blocks": 1, "reason": reason, "tier": "nvme", "why": "lru", "lost_ago_s": 3.0,
     }  # fmt: skip
     said = "\n".join(describe_story(story, None))
-    assert f"Why no more: {reason}" in said
+    assert f"The prefix ends there: {reason}" in said
     assert "Request r, 2 h ago" in said
     assert "3.0 s ago" in said

@@ -185,7 +185,7 @@ def test_a_store_in_use_is_refused_with_its_process(store: Path, shell: Shell, t
 
 
 def test_what_is_no_store_is_not_made_one(tmp_path: Path, shell: Shell) -> None:
-    assert "no store" in shell("inspect", "--path", tmp_path, code=2)
+    assert "no FORMAT file" in shell("inspect", "--path", tmp_path, code=2)
     assert list(tmp_path.iterdir()) == []
 
 

@@ -27,7 +27,7 @@ def wide(runtime: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def cache() -> Iterator[Any]:
-    """A cache that served two requests: 10 blocks asked for and stored, then asked for again with one block more."""
+    """A cache that served two requests: 10 blocks requested and stored, then requested again with one block more."""
     with closing(kvcache.open(host__capacity_bytes="1MiB", nvme__enabled=False)) as made:
         tensor = np.zeros((1, 2, 16, 4, 1, 256), np.float32)
         pages = [GroupPages.from_tensors(LAYOUT, tensor, axes=("kv", "page", "token", "head", "dim"))]
@@ -91,7 +91,7 @@ def test_ps_says_who_does_not_answer(runtime: Path, kv: Any, monkeypatch: pytest
 def test_stats_tells_tokens_and_reasons(cache: Any, kv: Any) -> None:
     code, out, _ = kv("stats")
     assert code == 0
-    for text in ("asked for", "84", "in 2 requests", "found in host", "47.6%", "cold", "never stored", "120 KiB"):
+    for text in ("requested", "84", "in 2 requests", "found in host", "47.6%", "cold", "never stored", "120 KiB"):
         assert text in out
     assert json.loads(kv("stats", "-o", "json")[1]) == cache.stats()
     assert json.loads(kv("stats", "--json")[1]) == cache.stats()

@@ -129,7 +129,7 @@ def test_what_makes_no_sense(kv: Any, tmp_path: Path) -> None:
     code, _, err = kv("warm", str(file), "--engine", "http://127.0.0.1:1")
     assert (code, "is an engine serving" in err) == (3, True)
     code, _, err = kv("warm", "--hot", "3")
-    assert (code, "no cache of this user" in err) == (3, True)
+    assert (code, "no running cache of this user" in err) == (3, True)
 
 
 def test_nothing_is_said_to_be_stored_while_an_engine_s_cache_does_not_answer(

@@ -118,7 +118,7 @@ def test_what_the_system_refuses_is_said(place: Path, monkeypatch: pytest.Monkey
     for refused in ("os.open", "os.pipe", "subprocess.run", "socket.socket"):
         with monkeypatch.context() as changed:
             changed.setattr(refused, none_left)
-            with pytest.raises(StoreError, match=r"no private daemon: .*Too many open files.*ulimit -n"):
+            with pytest.raises(StoreError, match=r"cannot start a private daemon: .*Too many open files.*ulimit -n"):
                 find_or_start("engine", **SMALL)
     with opened(find_or_start("engine", **SMALL)) as cache:
         end(cache.connection.pid)

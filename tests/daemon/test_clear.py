@@ -23,7 +23,7 @@ def test_a_tenant_is_erased_while_clients_are_there(make_house: Callable[..., Ho
         command = [sys.executable, "-m", "kvcache.cli.main", "clear", "--tenant", "mine", "--address", str(control)]
         done = subprocess.run(command, env=house.environ, capture_output=True, text=True, timeout=120, check=False)
         assert done.returncode == 0, done.stderr
-        assert "done: nothing of 1 namespaces is left" in done.stdout
+        assert "removed: no record of 1 namespaces remains" in done.stdout
         for bound, blocks in ((mine, 0), (other, 32 // LAYOUT.block_tokens)):
             with bound.request() as r:
                 assert r.match(list(range(32))).blocks == blocks

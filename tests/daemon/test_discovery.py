@@ -153,6 +153,6 @@ def test_without_a_place_the_cache_runs_all_the_same(
     monkeypatch.setattr(place, "socket_directories", lambda environ=None: [short / "missing" / "kvcache"])
     with caplog.at_level(logging.WARNING, "kvcache"):
         cache = kvcache.open(host__capacity_bytes="1MiB", nvme__enabled=False)
-    assert "will not find this cache" in caplog.text
+    assert "does not list this cache" in caplog.text
     assert cache.check() == []
     cache.close()

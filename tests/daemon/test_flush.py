@@ -64,7 +64,7 @@ def test_a_report_is_the_same_after_the_socket() -> None:
     assert read_report({"done": False, "report": describe_report(report)}) == report
     newer = {"tiers": {"nvme": {"reached": 1, "another": 2}}, "fault": ""}
     assert read_report({"done": True, "report": newer}).tiers == {"nvme": TierFlush(reached=1)}
-    with pytest.raises(KVCacheError, match="cannot be read"):
+    with pytest.raises(KVCacheError, match="is invalid"):
         read_report({"done": True, "report": {"tiers": 3, "fault": ""}})
 
 
@@ -76,5 +76,5 @@ def test_a_daemon_that_lost_blocks_is_reported_once(make_house: Any) -> None:
         assert not cache.flush(5)
         house.start()
         assert cache.wait_reachable(60)
-        assert "is lost" in cache.flush(60).fault
+        assert "are lost" in cache.flush(60).fault
         assert cache.flush(60)

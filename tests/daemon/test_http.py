@@ -89,7 +89,7 @@ def test_counts_in_the_address(site: TestClient) -> None:
     assert site.get("/api/prefixes?count=1").json()["prefixes"] != []
     for count in ("-1", "x", "1e3", "9" * 30):
         answer = site.get(f"/api/events?count={count}")
-        assert (answer.status_code, "expected how many" in answer.json()["error"]) == (400, True)
+        assert (answer.status_code, "expected a number" in answer.json()["error"]) == (400, True)
 
 
 def test_explain_says_why_and_never_what(site: TestClient) -> None:

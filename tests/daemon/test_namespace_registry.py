@@ -98,7 +98,7 @@ def test_a_tenant_that_may_have_none_is_refused(within: Within) -> None:
     bindings = NamespaceRegistry(within.cache, lambda: 100)
     for i in range(12):
         bindings.acquire("first", partial(bound_to, within.cache, cache_salt=str(i)), "session")
-    with pytest.raises(ConfigError, match=r"'late' can have no namespace bound"):
+    with pytest.raises(ConfigError, match=r"'late' cannot bind a namespace"):
         bindings.acquire("late", partial(bound_to, within.cache, cache_salt="late"), "session")
     assert bindings._fair_share.used("first") == 12
     bindings.acquire("first", partial(bound_to, within.cache, cache_salt="more"), "session")

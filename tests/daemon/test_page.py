@@ -173,7 +173,7 @@ def test_it_goes_on_by_itself(page: Browser, cache: Cache) -> None:
     page.until("document.querySelector('#rate svg') !== null")  # something was asked for while it looked
     page.run("document.getElementById('pause').click(); document.querySelector('#rate svg').focus()")
     said = [text(page, "#rate .said")]
-    for _ in range(60):  # it may be that a new span has begun since, in which nothing was asked for
+    for _ in range(60):  # it may be that a new span has begun since, in which no requests yet
         page.press("ArrowLeft", 37)
         said.append(text(page, "#rate .said"))
     assert any("100.0 % in host" in each for each in said), said

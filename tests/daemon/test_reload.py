@@ -50,17 +50,17 @@ def test_tenants_come_and_go_without_a_restart(make_house: Callable[..., House])
         with pytest.raises(AccessError), opened(house, second):
             pass
         written(tenants, acme={"tokens": [token_hash(first), token_hash(second)], "operations": 1000})
-        hang_up(house, "settings were read again")
+        hang_up(house, "reloaded settings")
         assert load(bound_to(cache), list(range(16))) == expected, "a known client still goes on"
         with opened(house, second) as other:
             assert load(bound_to(other), list(range(16))) == expected
             written(tenants, acme={"tokens": [token_hash(second)]})
-            hang_up(house, "settings were read again")
+            hang_up(house, "reloaded settings")
             assert load(bound_to(other), list(range(16))) == expected
         with bound_to(cache).request() as r:
             assert r.match(list(range(16))).reason == "unreachable", "the first token admits no client any more"
         tenants.write_text("nonsense")
-        hang_up(house, "not read again")
+        hang_up(house, "not reloaded")
         with opened(house, second) as other:
             assert load(bound_to(other), list(range(16))) == expected
     assert house.end()[0] == 0
@@ -73,7 +73,7 @@ def test_the_log_s_level_is_read_again(make_house: Callable[..., House], tmp_pat
     with house.open() as cache:
         bound_to(cache, model="first")
         file.write_text('[log]\nformat = "text"\nlevel = "info"\n')
-        hang_up(house, "settings were read again")
+        hang_up(house, "reloaded settings")
         bound_to(cache, model="second")
         until(lambda: "second: room for" in "".join(house.said))
     assert "first: room for" not in "".join(house.said)
@@ -100,14 +100,14 @@ def test_a_certificate_is_renewed_without_a_restart(make_house: Callable[..., Ho
     with reach(before) as cache:
         expected = store(bound_to(cache), list(range(16)), 1)
         shutil.copy(after.sign("daemon", "127.0.0.1"), certificate)
-        hang_up(house, "settings were read again")
+        hang_up(house, "reloaded settings")
         assert load(bound_to(cache), list(range(16))) == expected, "who is here stays"
         with reach(after) as other:
             assert load(bound_to(other), list(range(16))) == expected
         with pytest.raises(AccessError):
             reach(before)
         certificate.write_text("nonsense")
-        hang_up(house, "not read again")
+        hang_up(house, "not reloaded")
         with reach(after) as other:
             assert load(bound_to(other), list(range(16))) == expected
     assert house.end()[0] == 0

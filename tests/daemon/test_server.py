@@ -240,7 +240,7 @@ def ended(connection: socket.socket) -> bool:
 
 def test_a_client_of_another_version_is_told_both(standing: House) -> None:
     wire, said = hello(standing, version=99)
-    with pytest.raises(UnreachableError, match=r"speaks version 1.*client 99"):
+    with pytest.raises(UnreachableError, match=r"protocol version 1.*client 99"):
         parse_reply(said)
     wire.close()
 

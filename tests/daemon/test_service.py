@@ -74,7 +74,7 @@ def test_it_serves_and_what_it_had_is_there_for_the_next(made: Callable[..., Ser
         assert not (tmp_path / "s").exists()
     serving, ending = (
         f"serving unix:{tmp_path / 's'}, 8 MiB of host memory",
-        "ending; what is queued is written first",
+        "ending; queued blocks are written first",
     )
     assert [line[: len(serving)] for line in lines] == [serving, ending] * 2
 

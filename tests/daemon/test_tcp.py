@@ -60,7 +60,7 @@ def reach(within: Within, authority: Authority, token: str = "", **more: Any) ->
 
 
 class TestStart:
-    """A daemon that would admit every client that reaches it does not start."""
+    """A daemon that would admit any client that reaches it does not start."""
 
     def settings(self, tmp_path: Path, **more: Any) -> Any:
         return load_settings(
@@ -79,10 +79,10 @@ class TestStart:
         given = {"listen": "0.0.0.0:0", "tls_cert_file": authority.sign("d")}
         untokened = written(tmp_path / "untokened", acme={"users": [1]})
         for more in ({}, {"tenants_file": untokened}):
-            with pytest.raises(ConfigError, match="every client that reaches it"):
+            with pytest.raises(ConfigError, match="any client that reaches it"):
                 self.port(self.settings(tmp_path, **given, **more))
         named = written(tmp_path / "named", acme={"certificates": ["acme"]})
-        with pytest.raises(ConfigError, match="no client is asked for"):
+        with pytest.raises(ConfigError, match="the daemon requests none"):
             self.port(self.settings(tmp_path, **given, tenants_file=named))
         for more in (
             {"tenants_file": everybody(tmp_path / "t")},
@@ -190,7 +190,7 @@ class TestDoor:
             kvcache.open("tls://10.0.0.1")
         with pytest.raises(ConfigError, match="ca_file"):
             kvcache.open("tls://127.0.0.1:1", ca_file="/nowhere")
-        with pytest.raises(ConfigError, match="here are"):
+        with pytest.raises(ConfigError, match="a client takes"):
             kvcache.open("tcp://127.0.0.1:1", ca_file="/nowhere")
         with pytest.raises(UnreachableError, match="is `kvcache daemon` running"):
             kvcache.open(f"tcp://127.0.0.1:{free_port()}")

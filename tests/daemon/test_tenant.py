@@ -75,7 +75,7 @@ class TestFile:
     @pytest.mark.parametrize(
         ("text", "said"),
         [
-            ("acme = 1", "no table"),
+            ("acme = 1", "not a table"),
             ("[acme]\nsecret = 1", "secret"),
             ('[acme]\ntokens = ["kvcache_abc"]', "never a token"),
             ('[acme]\nshare = "all"', "share"),
@@ -83,7 +83,7 @@ class TestFile:
             ("[acme]\noperations = true", "operations"),
             ('[acme]\nbandwidth = "fast"', "bandwidth"),
             ("[acme]\nusers = [-1]", "users"),
-            ("[acme]\nusers = [1]\n[beta]\nusers = [1]", "in common"),
+            ("[acme]\nusers = [1]\n[beta]\nusers = [1]", "share one of"),
             ('[""]\nusers = [1]', "name"),
             ("[acme", "not TOML"),
         ],
@@ -189,11 +189,11 @@ class TestApart:
     ) -> None:
         seen: list[bytes] = []
         index = shared.cache.index
-        where, lookup = index.where, index.lookup
+        tier_masks, lookup = index.tier_masks, index.lookup
 
-        def watched_where(run: BlockRun) -> Any:
+        def watched_masks(run: BlockRun) -> Any:
             seen.append(bytes(run.signatures))
-            return where(run)
+            return tier_masks(run)
 
         class Watched:
             def __init__(self, *given: Any) -> None:
@@ -206,7 +206,7 @@ class TestApart:
             def __getattr__(self, name: str) -> Any:
                 return getattr(self._own, name)
 
-        monkeypatch.setattr(index, "where", watched_where)
+        monkeypatch.setattr(index, "tier_masks", watched_masks)
         monkeypatch.setattr(index, "lookup", Watched)
         acme = bound_to(came_in(shared, ACME, tmp_path))
         tokens = list(range(16))

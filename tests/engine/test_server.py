@@ -174,8 +174,8 @@ def test_null_is_the_default_and_neutral_values_are_taken(client: TestClient) ->
         ({"stop": ["a"] * 5}, "stop", "stop"),
         ({"n": 2}, "n = 2: expected 1", "n"),
         ({"stream": True}, "stream = True: expected False", "stream"),
-        ({"logprobs": 3}, "no such parameter", "logprobs"),
-        ({"max_token": 3}, "no such parameter", "max_token"),
+        ({"logprobs": 3}, "does not support the parameter", "logprobs"),
+        ({"max_token": 3}, "does not support the parameter", "max_token"),
     ],
 )
 def test_a_bad_request_is_400_with_a_reason(

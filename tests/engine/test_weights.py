@@ -47,7 +47,7 @@ def change(path: Path, **fields: Any) -> None:
 
 
 def test_no_such_directory(tmp_path: Path) -> None:
-    refused(tmp_path / "nowhere", "not there; give a directory")
+    refused(tmp_path / "nowhere", "not found; give a directory")
 
 
 def test_an_empty_directory(tmp_path: Path) -> None:
@@ -95,7 +95,7 @@ def test_a_config_of_another_kind(directory: Path, fields: dict[str, Any], match
     [
         (lambda t: t.pop("model.layers.1.mlp.up_proj.weight"), "1 tensors missing, first model.layers.1.mlp.up_proj"),
         (lambda t: t.update({"model.norm.weight": torch.ones(47)}), r"has shape \(47,\), config.json says \(48,\)"),
-        (lambda t: t.update({"model.layers.0.self_attn.q_proj.bias": torch.ones(48)}), "does not call for"),
+        (lambda t: t.update({"model.layers.0.self_attn.q_proj.bias": torch.ones(48)}), "does not describe"),
         (lambda t: t.update({"model.norm.weight": torch.ones(48, dtype=torch.int8)}), "is I8: expected F32, F16, BF16"),
     ],
 )

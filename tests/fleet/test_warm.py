@@ -115,7 +115,7 @@ def test_what_did_not_reach_the_fleet_is_not_said_to_be_there(boards: Callable[[
     fleet = Fleet()
     first = warm(Node(fleet), boards(), settle=lambda: False)
     first.run()
-    assert {step.why for step in first.steps} == {"what was computed did not reach the fleet in time"}
+    assert {step.why for step in first.steps} == {"the computed blocks did not reach the fleet in time"}
     second = warm(Node(fleet), boards())
     second.run()
     assert whats(second) == ["computed"] * 6

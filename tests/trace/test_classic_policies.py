@@ -55,5 +55,5 @@ def test_no_policy_beats_foresight(policies: Any, name: str, seed: int, capacity
 
 @needs_compiler
 def test_unknown_policy_is_refused(policies: Any) -> None:
-    with pytest.raises(ValueError, match="no policy 'mru'"):
+    with pytest.raises(ValueError, match="policy 'mru'"):
         policies.simulate(traffic(0, 3), "mru", 5)

@@ -22,10 +22,12 @@ if TYPE_CHECKING:
 
 
 def doctor(
-    settings: Annotated[Path | None, typer.Argument(help="A settings file (TOML); without one, defaults.")] = None,
-    model: Annotated[Path | None, typer.Option(help="A model's directory: how many of its tokens fit.")] = None,
+    settings: Annotated[
+        Path | None, typer.Argument(help="A settings file (TOML). Default: the default settings.")
+    ] = None,
+    model: Annotated[Path | None, typer.Option(help="A model's directory. Reports how many of its tokens fit.")] = None,
     bundle: Annotated[
-        Path | None, typer.Option(help="Write all of it there for a bug report (tar.gz), secrets left out.")
+        Path | None, typer.Option(help="Write a bug report (tar.gz) without secrets to this file.")
     ] = None,
     output: OutputOption = OutputFormat.table,
     as_json: JsonOption = False,
@@ -56,7 +58,7 @@ def doctor(
     if not table:
         print_json([asdict(finding) for finding in findings])
     elif bundle is not None:
-        print(f"\nbundle: {bundle}; look through it before you send it")
+        print(f"\nbundle: {bundle}; review it before you send it")
     if any(finding.state == "fail" for finding in findings):
         raise typer.Exit(1)
 
@@ -67,10 +69,10 @@ def run_checks(settings: Settings | None, refusal: str, model: Path | None) -> I
 
     yield from _guarded("machine", "check_software")
     if settings is None:
-        yield fail("settings", refusal, "correct it; nothing that depends on settings was checked")
+        yield fail("settings", refusal, "correct it; checks that depend on settings were skipped")
         yield from _guarded("machine", "check_caches")
         return
-    yield ok("settings", "sound; `kvcache config show` tells each and where it came from")
+    yield ok("settings", "valid; `kvcache config show` lists each setting with its source")
     yield from _guarded("machine", "check_memory", settings)
     if model is not None:
         yield from _guarded("machine", "check_model_capacity", settings, model)
@@ -86,7 +88,7 @@ def run_checks(settings: Settings | None, refusal: str, model: Path | None) -> I
         with _scratch_directory(settings.nvme.directories[0] if settings.nvme.enabled else None) as place:
             yield from _guarded("storage", "check_round_trip", settings, place)
     except OSError as error:
-        remedy = "give this user a directory to write in: nvme.path, or the system's for temporary files"
+        remedy = "give this user a writable directory: nvme.path, or the system's temporary directory"
         yield fail("directory", str(error), remedy)
 
 
@@ -99,7 +101,7 @@ def _guarded(module: str, name: str, *given: Any) -> Iterator[Finding]:
         yield from getattr(import_module(f"kvcache.cli.doctor.{module}"), name)(*given)
     except Exception as error:  # noqa: BLE001  boundary: one broken check must not hide the others
         text = str(error) if isinstance(error, (OSError, KVCacheError)) else repr(error)
-        yield fail(name.removeprefix("check_"), text, "this check could not be made: the message says why")
+        yield fail(name.removeprefix("check_"), text, "the check failed; see the message")
 
 
 @contextmanager

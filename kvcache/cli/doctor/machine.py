@@ -73,7 +73,9 @@ def host_capacity(now: Memory, wanted_bytes: int) -> Finding:
     if wanted_bytes > now.allowed_bytes:
         return Finding("memory", "fail", found, "lower host.capacity_bytes, or allow the process more memory")
     if wanted_bytes > now.free_bytes:
-        return warn("memory", found, "fine if a running cache has it; else lower host.capacity_bytes or end others")
+        return warn(
+            "memory", found, "fine if a running cache uses it; else lower host.capacity_bytes or stop other processes"
+        )
     return ok("memory", found)
 
 
@@ -87,7 +89,7 @@ def locked_memory(limit_bytes: int | None, wanted_bytes: int) -> Finding:
     return warn(
         "locked memory",
         found,
-        "matters where host memory is pinned for a GPU: `ulimit -l unlimited`, LimitMEMLOCK=infinity for a service, "
+        "required to pin host memory for a GPU: `ulimit -l unlimited`, LimitMEMLOCK=infinity for a service, "
         "--ulimit memlock=-1 for a container",
     )
 
@@ -95,15 +97,15 @@ def locked_memory(limit_bytes: int | None, wanted_bytes: int) -> Finding:
 def shared_memory(size_bytes: int | None) -> Finding:
     """Check the size of shared memory; None: there is none."""
     if size_bytes is None:
-        remedy = "engines of several processes exchange data there: mount a tmpfs on it"
-        return warn("shared memory", f"{SHM_DIRECTORY} is not there", remedy)
+        remedy = "engines with several processes exchange data there: mount a tmpfs on it"
+        return warn("shared memory", f"{SHM_DIRECTORY} does not exist", remedy)
     found = f"{SHM_DIRECTORY} has {show_bytes(size_bytes)}"
     if size_bytes >= MIN_SHM_BYTES:
         return ok("shared memory", found)
     return warn(
         "shared memory",
         found,
-        f"engines of several processes exchange data there and want {show_bytes(MIN_SHM_BYTES)} or more: "
+        f"engines with several processes exchange data there and need {show_bytes(MIN_SHM_BYTES)} or more: "
         "--shm-size or --ipc=host for a container",
     )
 
@@ -115,15 +117,17 @@ def check_caches() -> Iterator[Finding]:
     try:
         yield ok("control socket", f"in {make_socket_directory()}")
     except StoreError as error:
-        yield warn("control socket", str(error), "caches run without; `kvcache ps` and `bypass` do not reach them")
+        yield warn(
+            "control socket", str(error), "caches run without it, but `kvcache ps` and `bypass` cannot reach them"
+        )
     running = list(find_caches())
     yield ok("running caches", ", ".join(found.address for found in running) or "none")
     for found in running:
         if found.fault:
-            yield warn(found.address, f"does not answer: {found.fault}", "its process hangs, or is of another version")
+            yield warn(found.address, f"does not answer: {found.fault}", "its process hangs or has another version")
         elif found.info["bypass"] != "off":
             state = f"bypassed: {found.info['bypass']}"
-            yield warn(found.address, state, f"`kvcache bypass off --address {found.address}` puts it back")
+            yield warn(found.address, state, f"`kvcache bypass off --address {found.address}` restores it")
 
 
 # The number of tokens of a model that fit into the configured tiers.

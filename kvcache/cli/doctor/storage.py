@@ -49,10 +49,12 @@ def drive_kind(name: str, memory: bool, path: Path) -> Finding:
     if memory:
         return warn("drive", f"{found}, which is memory", "set nvme.path to a directory on a drive")
     if name == "overlay":
-        remedy = "mount a volume and set nvme.path to it: a container's own layer is slow and goes with the container"
+        remedy = (
+            "mount a volume and set nvme.path to it: a container's own layer is slow and is deleted with the container"
+        )
         return warn("drive", found, remedy)
     if name.startswith(_REMOTE):
-        remedy = "set nvme.path to a local drive: this one is shared or far, and another host must not use it too"
+        remedy = "set nvme.path to a local drive: this file system is remote, and two hosts must not share a directory"
         return warn("drive", found, remedy)
     return ok("drive", found)
 
@@ -63,15 +65,19 @@ def drive_rates(disk: Disk, clock: Clock, place: Path, floor_bytes: int) -> Iter
     total = min(MAX_TEST_BYTES, room // 2) // IO_BYTES * IO_BYTES
     if total < MIN_TEST_BYTES:
         found = f"{show_bytes(max(0, room))} are free beyond nvme.min_free_bytes"
-        yield fail("drive rate", found, "free some room, or set nvme.path to another drive")
+        yield fail("drive rate", found, "free some space, or set nvme.path to another drive")
         return
     path = str(place / "rate")
     file = disk.open(path, create=True, direct=True)
     try:
         if file.direct:
-            yield ok("O_DIRECT", "reads and writes go around the page cache")
+            yield ok("O_DIRECT", "reads and writes bypass the page cache")
         else:
-            yield warn("O_DIRECT", "this file system has none", "works through the page cache; ext4 and xfs have it")
+            yield warn(
+                "O_DIRECT",
+                "this file system does not support O_DIRECT",
+                "the tier uses the page cache; ext4 and xfs support O_DIRECT",
+            )
         piece = memoryview(mmap.mmap(-1, IO_BYTES))  # page-aligned, as O_DIRECT requires
         piece[:] = os.urandom(IO_BYTES)
         began, written = clock.now(), 0
@@ -96,11 +102,11 @@ def drive_rates(disk: Disk, clock: Clock, place: Path, floor_bytes: int) -> Iter
 def _read(got: int, seconds: float, direct: bool) -> Finding:
     found = _rate(got, seconds)
     if not direct:
-        return warn("read rate", f"{found}, out of the page cache", "tells nothing about the drive itself")
+        return warn("read rate", f"{found}, from the page cache", "this rate does not measure the drive itself")
     if got < MIN_READ_BYTES_PER_S * seconds:
         remedy = (
-            "blocks may come back slower than a GPU recomputes them: use a faster drive, or nvme.enabled = false; "
-            "`kvcache size MODEL` tells the bytes of a token"
+            "loads may be slower than recomputation on a GPU: use a faster drive, or nvme.enabled = false; "
+            "`kvcache size MODEL` prints the bytes of a token"
         )
         return warn("read rate", found, remedy)
     return ok("read rate", found)
@@ -125,22 +131,24 @@ def check_redis(settings: Settings) -> Iterator[Finding]:
         if not policies:
             faults = [name.partition("_")[2] for name in tier.counters if name.startswith("faults_")]
             why = ", ".join(faults) or "no answer"
-            remedy = "look at redis.url, the password, TLS and the server's log; until then everything there is a miss"
+            remedy = (
+                "check redis.url, the password, TLS and the server's log; until then each lookup in this tier is a miss"
+            )
             yield fail("redis", f"{tier.where}: {why}", remedy)
             return
         usage = tier.usage()
         size = f"{show_bytes(usage.used_bytes)} of {show_bytes(usage.capacity_bytes)}"
         yield ok("redis", f"{tier.where} answers in {milliseconds:.1f} ms: {usage.records:,} keys, {size}")
         yield _policy(policies)
-        yield round_trip(tier, "docs/operations.md tells which commands a user needs; see the server's log")
+        yield round_trip(tier, "docs/operations.md lists the commands that the user needs; see the server's log")
 
 
 def _policy(policies: set[str]) -> Finding:
     if "" in policies:
-        remedy = "CONFIG SET maxmemory: without a limit the server takes all there is, and is killed"
+        remedy = "CONFIG SET maxmemory: without a limit the server uses all memory and the system kills it"
         return warn("redis memory", "maxmemory is not set", remedy)
     if "noeviction" in policies:
-        remedy = "CONFIG SET maxmemory-policy allkeys-lru: else writes are refused once the server is full"
+        remedy = "CONFIG SET maxmemory-policy allkeys-lru: otherwise the full server refuses writes"
         return warn("redis memory", "maxmemory-policy is noeviction", remedy)
     return ok("redis memory", f"maxmemory-policy is {', '.join(sorted(policies))}")
 
@@ -161,7 +169,7 @@ def round_trip(tier: Tier, remedy: str) -> Finding:
     if (written, read) != (Outcome.DONE, Outcome.DONE) or back[area : area + PROBE_BYTES] != given:
         why = "".join(f", {line}" for line in tier.health_issues())
         return fail(f"{tier.name} trip", f"a write was {written.value}, a read {read.value}{why}", remedy)
-    return ok(f"{tier.name} trip", f"1 MiB there and back in {1000 * seconds:.1f} ms, the same bytes")
+    return ok(f"{tier.name} trip", f"wrote and read 1 MiB in {1000 * seconds:.1f} ms, the same bytes")
 
 
 # Checks that the object store answers and returns a record.
@@ -171,8 +179,8 @@ def check_bucket(settings: Settings) -> Iterator[Finding]:
     """Check the object store with one record of 1 MiB under a separate prefix, and remove it."""
     probe = settings.object.model_copy(update={"prefix": f"{settings.object.prefix}/doctor"})
     with closing(ObjectTier(probe)) as tier:
-        faults = "object.url, object.endpoint and the credentials, which must allow to list, get, put and delete"
-        yield round_trip(tier, f"look at {faults}; until then everything there is a miss")
+        faults = "object.url, object.endpoint and the credentials, which must allow list, get, put and delete"
+        yield round_trip(tier, f"check {faults}; until then each lookup in this tier is a miss")
 
 
 LAYOUT = KVLayout.mha(layers=4, kv_heads=2, head_dim=64, dtype="fp16")
@@ -206,7 +214,7 @@ def _flush(cache: Cache) -> Iterator[Finding]:
     why = "".join(f"; {fault}" for fault in faults if fault)
     found = f"of {BLOCKS} blocks {refused} were refused and {waiting} still wait "
     found += f"after at most {TRANSFER_TIMEOUT_S:g} s{why}"
-    yield fail("flush", found, "the drive hangs, fails, is full or is very slow: see the system's log")
+    yield fail("flush", found, "the drive hangs, fails, is full or is very slow; see the system's log")
 
 
 def _settings(settings: Settings, place: Path) -> Settings:
@@ -253,12 +261,12 @@ def _load(cache: Cache, given: BlockArray, tier: str) -> Finding:
         transfer.wait(TRANSFER_TIMEOUT_S)
     judged = _finding_of(name, cache, transfer.outcomes, perf_counter() - began)
     if judged.state == "ok" and not np.array_equal(got, given):
-        return fail(name, "other bytes came back than were stored", _REPORT)
+        return fail(name, "the load returned other bytes than were stored", _REPORT)
     return judged
 
 
 _REFUSED = "refused_records"
-_REPORT = "this is a defect of kvcache or of the drive: report it with `kvcache doctor --bundle FILE`"
+_REPORT = "kvcache or the drive is defective: report it with `kvcache doctor --bundle FILE`"
 
 
 def _finding_of(name: str, cache: Cache, outcomes: tuple[Outcome, ...], seconds: float) -> Finding:
@@ -266,6 +274,6 @@ def _finding_of(name: str, cache: Cache, outcomes: tuple[Outcome, ...], seconds:
     if bad:
         rows = (labels for name, labels, _ in cache.counters.rows() if name == _REFUSED)
         refused = [f"{labels['check']} in {labels['tier']}" for labels in rows]
-        found = f"not all of {len(outcomes)} blocks came through: {', '.join([*bad, *refused])}"
+        found = f"not all of {len(outcomes)} blocks were loaded: {', '.join([*bad, *refused])}"
         return fail(name, found, _REPORT)
     return ok(name, f"{len(outcomes)} blocks in {seconds * 1000:.1f} ms")

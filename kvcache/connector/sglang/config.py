@@ -107,7 +107,7 @@ class ModelIdentity:
             ModelError: the model is shared and has a second pool, which other engines do not have.
         """
         if self.shared and pool != "kv":
-            raise ModelError(f"pool {pool!r}: no other engine has such pools; share_across_engines = false")
+            raise ModelError(f"pool {pool!r}: other engines do not have this pool; set share_across_engines = false")
         return dict(self.facts) if self.shared else {**self.facts, "pool": pool, "pool_format": tag}
 
 
@@ -121,7 +121,7 @@ def identify_model(served: Any, name: str | None, options: Options) -> ModelIden
     place = _model_directory(path, getattr(served, "revision", None), getattr(served, "download_dir", None))
     if options.revision is None and place is None:
         raise ModelError(
-            f"model {path!r}: no file or directory and not in the hub's cache, so nothing identifies its weights; "
+            f"model {path!r}: no file or directory, and not in the hub's cache; its weights have no identity; "
             'give "revision" under "kvcache" in the extra configuration'
         )
     model = options.model or (Path(path).name if path and Path(path).exists() else path) or "model"
@@ -291,5 +291,5 @@ def run_detached(work: Callable[[], object], what: str) -> threading.Thread | No
     thread.join(CLOSE_S)
     if not thread.is_alive():
         return None
-    _log.warning("%s takes longer than %s s and goes on in the background", what, CLOSE_S)
+    _log.warning("%s exceeds %s s and continues in the background", what, CLOSE_S)
     return thread

@@ -137,7 +137,7 @@ def _entry(entry: Any, block_tokens: int, ranks: Ranks) -> DevicePool:
         for buffer, (base, row_step, size) in zip(buffers, told, strict=True):
             rows = size * int(buffer.shape[0]) // int(buffer.nbytes)
             if rows > 1 and row_step * rows != size:
-                raise LayoutError(f"pool {entry.name}: the bytes of a page do not lie together")
+                raise LayoutError(f"pool {entry.name}: the bytes of a page are not contiguous")
             pieces.append((int(base), int(size), int(row_step) * rows))
             pages.add(int(buffer.shape[0]) // rows)
     described = opaque_groups(pieces, min(pages), block_tokens, ranks, entry, device=str(entry.components[0][0].device))

@@ -109,7 +109,7 @@ def describe_pool(pool: Any, ranks: Ranks, *, canonical: bool = False) -> PoolLa
         return _attention(pool, ranks, "mla", MLA_ORDERS[pool.layout], canonical)
     if canonical:
         raise LayoutError(
-            f"{kind} in {pool.layout}, {pool.dtype}: no other engine can read it; share_across_engines = false"
+            f"{kind} in {pool.layout}, {pool.dtype}: other engines cannot read it; set share_across_engines = false"
         )
     return _opaque(pool, ranks)
 
@@ -165,9 +165,7 @@ def _opaque(pool: Any, ranks: Ranks) -> PoolLayout:
     steps = [there - here for (here, _), (there, _) in zip(first, second, strict=True)]
     told = [(here + (pool.page_num - 1) * step, size) for (here, size), step in zip(first, steps, strict=True)]
     if told != last:
-        raise LayoutError(
-            f"{type(pool).__name__} in {pool.layout}: expected pages that are equally far from each other"
-        )
+        raise LayoutError(f"{type(pool).__name__} in {pool.layout}: expected pages at equal distances")
     pieces = [(here, size, step) for (here, size), step in zip(first, steps, strict=True)]
     return opaque_groups(pieces, pool.page_num, pool.page_size, ranks, pool)
 
@@ -219,7 +217,7 @@ def _pieces(pool: Any, page: int) -> list[tuple[int, int]]:
     tokens = torch.arange(page * pool.page_size, (page + 1) * pool.page_size, dtype=torch.int64)
     told = _query(pool, pool.get_page_buffer_meta, tokens)
     if not told or not told[0]:
-        raise LayoutError(f"{type(pool).__name__}: it does not say where its pages are")
+        raise LayoutError(f"{type(pool).__name__}: it does not describe its pages")
     return list(zip(map(int, told[0]), map(int, told[1]), strict=True))
 
 
@@ -229,6 +227,6 @@ def _query(pool: Any, ask: Callable[..., Any], *arguments: Any) -> Any:
         return ask(*arguments)
     except ValueError as error:
         raise LayoutError(
-            f"{type(pool).__name__}: {error}; expected a layout in which it tells its pages, "
+            f"{type(pool).__name__}: {error}; expected a layout with page addresses, "
             "--hicache-mem-layout page_first or page_first_direct"
         ) from None

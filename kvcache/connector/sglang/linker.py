@@ -60,19 +60,18 @@ class KVCacheLinker(UnifiedCacheLinker):  # type: ignore[misc]  # SGLang is impo
             count = getattr(params, name, 1)
             if count > 1:
                 raise ConfigError(
-                    f"{name} = {count}: SGLang lets only tensor ranks agree on what a linker promises; "
-                    "use the storage backend"
+                    f"{name} = {count}: only tensor ranks can agree on a linker's lookups; use the storage backend"
                 )
         self._consensus = RankConsensus.of(params)
         ranks = Ranks(self._consensus.rank, self._consensus.size)
         try:
             device = device_pools(params, tuple(components or ()), ranks)
         except LayoutError as error:
-            raise ConfigError(f"the linker cannot keep this model's pages: {error}") from None
+            raise ConfigError(f"the linker does not support this model's pages: {error}") from None
         self._pools = {pool.name: pool for pool in device.all}
         if options.share_across_engines and set(self._pools) != {KV}:
             raise ConfigError(
-                f"pools {', '.join(self._pools)}: no other engine reads them; share_across_engines = false"
+                f"pools {', '.join(self._pools)}: other engines do not read them; set share_across_engines = false"
             )
         self._stores = ranks.tp_rank == 0 or not device.replicated
         self.forward_stream = forward_stream
@@ -119,7 +118,7 @@ class KVCacheLinker(UnifiedCacheLinker):  # type: ignore[misc]  # SGLang is impo
             }
             return self._leases.loadable_lengths(rid, by_source[KV].keys or [], last)
         except Exception as error:  # noqa: BLE001  a cache fault never fails a request
-            log_once("a lookup failed; it is a miss", error)
+            log_once("lookup failed; it counts as a miss", error)
             return []
 
     def load(self, rid: str, transfers: list[PoolTransfer]) -> bool:
@@ -131,7 +130,7 @@ class KVCacheLinker(UnifiedCacheLinker):  # type: ignore[misc]  # SGLang is impo
             parts = self._parts(transfers)
             requests = self._leases.claim(rid, {part.pool.name: part.keys for part in parts})
         except Exception as error:  # noqa: BLE001  a cache fault never fails a request
-            log_once("a load was refused; it is computed", error)
+            log_once("load was refused; the engine computes its tokens", error)
         if not self._consensus.all_agree(requests is not None):
             release((requests or {}).values())
             return False
@@ -187,7 +186,7 @@ class KVCacheLinker(UnifiedCacheLinker):  # type: ignore[misc]  # SGLang is impo
                         self._came(part, transfer, until)
                 self.layer_done_counter.complete(index, layer)
         except Exception as error:  # noqa: BLE001  SGLang takes it from the counter
-            log_once("a load failed, which is an error to its requests", error)
+            log_once("load failed; SGLang fails its requests", error)
             until = time.monotonic() + self._deadline_s
             for _, transfer in under_way:
                 self._stop(transfer, until)  # the pages are assigned to others afterwards
@@ -198,9 +197,11 @@ class KVCacheLinker(UnifiedCacheLinker):  # type: ignore[misc]  # SGLang is impo
 
     def _came(self, part: _PoolPages, transfer: Transfer, until: float) -> None:
         if not transfer.wait(max(0.0, until - time.monotonic())):
-            raise TimeoutError(f"a load took longer than {self._deadline_s} s")
+            raise TimeoutError(f"a load exceeded its deadline of {self._deadline_s} s")
         if transfer.blocks < len(part.keys):
-            raise LookupError(f"pool {part.pool.name}: {transfer.blocks} of {len(part.keys)} promised pages came")
+            raise LookupError(
+                f"pool {part.pool.name}: {transfer.blocks} of {len(part.keys)} promised pages were loaded"
+            )
 
     @staticmethod
     def _stop(transfer: Transfer, until: float) -> None:
@@ -208,7 +209,7 @@ class KVCacheLinker(UnifiedCacheLinker):  # type: ignore[misc]  # SGLang is impo
             transfer.cancel()
             transfer.wait(max(0.0, until - time.monotonic()))
         except Exception as error:  # noqa: BLE001  best-effort cleanup: the layers' waiters must still get the error
-            log_once("a load could not be stopped", error)
+            log_once("load could not be cancelled", error)
 
     # Stores
 
@@ -217,7 +218,7 @@ class KVCacheLinker(UnifiedCacheLinker):  # type: ignore[misc]  # SGLang is impo
             parts = self._parts(transfers) if self._stores else []
             self._offloads.put(_QueuedOffload(parts, self.record_offload_ready(), self._generation))
         except Exception as error:  # noqa: BLE001  a cache fault never fails a request
-            log_once("a store was refused; its pages are not kept", error)
+            log_once("store was refused; its pages are dropped", error)
             return False
         return True
 
@@ -232,7 +233,7 @@ class KVCacheLinker(UnifiedCacheLinker):  # type: ignore[misc]  # SGLang is impo
             try:
                 kept = self._store(work)
             except Exception as error:  # noqa: BLE001  worker thread that must survive
-                log_once("a store failed; its pages are not kept", error)
+                log_once("store failed; its pages are dropped", error)
                 kept = False
             if work.generation == self._generation:
                 self._completed.put(kept)

@@ -29,7 +29,9 @@ def log_once(what: str, error: Exception) -> None:
     kind = f"{what}: {type(error).__name__}"
     if kind not in _logged and len(_logged) < MAX_LOGGED_ERRORS:
         _logged.add(kind)
-        _log.error("%s: %s: %s; others that end so are not told", what, type(error).__name__, error, exc_info=error)
+        _log.error(
+            "%s: %s: %s; later errors of this kind are counted only", what, type(error).__name__, error, exc_info=error
+        )
 
 
 def release(requests: Iterable[Request]) -> None:
@@ -38,7 +40,7 @@ def release(requests: Iterable[Request]) -> None:
         try:
             request.close()
         except Exception as error:  # noqa: BLE001  best-effort cleanup
-            log_once("a request was not closed; what it holds comes back when it is forgotten", error)
+            log_once("request was not closed; its holds are released at garbage collection", error)
 
 
 POLL_S = 0.0005
@@ -140,7 +142,7 @@ class PoolStore:
             with self.bound.request(deadline_s=until - now) as request:
                 return work(request, until)
         except Exception as error:  # noqa: BLE001  a cache fault never fails a request
-            log_once("a call to the cache failed; its pages are a miss", error)
+            log_once("call to the cache failed; its pages count as a miss", error)
             return default
 
 

@@ -28,12 +28,12 @@ _NAMED = frozenset({
 _FREE = frozenset({"input_ids", "attention_mask", "tokenizer", "trust_remote_code"})
 """The same among its keywords, beside those of the configuration."""
 _SETTINGS = {
-    "cache_implementation": "the call chooses a cache of another kind",
+    "cache_implementation": "the call selects another cache implementation",
     "output_hidden_states": "a loaded prefix has no hidden states",
     "output_attentions": "a loaded prefix has no attentions",
     "prefill_chunk_size": "chunks count from the first token of the prompt",
     "token_healing": "it changes the prompt",
-    "is_assistant": "the model drafts for another one",
+    "is_assistant": "the model is the draft model of another call",
     "return_legacy_cache": "the call returns the cache as tuples",
 }
 """Settings of the configuration that decline a call, with the reason."""
@@ -52,7 +52,7 @@ def parse_call(model: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Pr
     cache."""
     bare = model.get_base_model() if hasattr(model, "get_base_model") else model  # PEFT wraps the model
     if getattr(bare.generate, "__func__", None) is not GenerationMixin.generate:
-        return f"{type(bare).__name__} has a generate of its own: only that of transformers is known"
+        return f"{type(bare).__name__} overrides generate: expected the method of transformers"
     try:
         named = _SIGNATURE.bind(bare, *args, **kwargs).arguments
         free = named.pop("kwargs", {})
@@ -83,9 +83,9 @@ def starts(ids: Any, mask: Any, config: GenerationConfig) -> list[int] | str:
     if not torch.equal(shown, mask != 0):
         return "attention_mask has values other than 0 and 1"
     if not bool(shown.any(1).all()):
-        return "a row is padding alone"
+        return "a row has only padding"
     if bool((shown[:, :-1] & ~shown[:, 1:]).any()):
-        return "padding that is not on the left"
+        return "expected padding on the left"
     return [int(count) for count in (~shown).sum(1)]
 
 
@@ -109,7 +109,9 @@ def _unsupported_argument(more: Mapping[str, Any]) -> str:
     """Return the reason for the first argument that belongs neither to the prompt nor to the configuration."""
     for name, value in more.items():
         if value is not None:
-            return f"{name} given" + (": only token ids name a block" if isinstance(value, torch.Tensor) else "")
+            return f"{name} given" + (
+                ": token ids are required to identify blocks" if isinstance(value, torch.Tensor) else ""
+            )
     return ""
 
 

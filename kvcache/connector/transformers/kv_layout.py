@@ -92,7 +92,7 @@ def cache_layout(model: Any, block_tokens: int) -> CacheLayout:
         raise LayoutError(f"{type(model).__name__} is one of {shards} tensor-parallel shards: expected all heads here")
     moving = rope_types(engine_facts(model.config)) & _LENGTH_DEPENDENT_ROPES
     if moving:
-        raise LayoutError(f"rope of type {', '.join(sorted(moving))}: keys depend on how long their prompt was")
+        raise LayoutError(f"rope of type {', '.join(sorted(moving))}: keys depend on the prompt's length")
     expected = DynamicCache(config=model.config).layers
     for i, layer in enumerate(expected):
         if type(layer).__name__ not in _LAYER_CLASSES:

@@ -115,7 +115,7 @@ class PrefixStore:
     ) -> None:
         config = model.config
         if adapter is None and getattr(model, "peft_config", None):
-            raise ModelError("the model has adapters: give adapter=, the name and revision of what is active")
+            raise ModelError("the model has adapters: give adapter=, the name and revision of the active adapters")
         self.model = model
         self._cache_argument, self._dtype = cache_argument(model), model.dtype
         self.caching = cache_layout(model, block_tokens)
@@ -192,9 +192,9 @@ class PrefixStore:
         if self.model.training:
             return "the model is in training: its keys may have dropout"
         if torch.is_autocast_enabled(self._device.type):
-            return "autocast is on: keys have another type than those of the layout"
+            return "autocast is on: keys would have another dtype than the layout"
         if self.model.dtype != self._dtype:
-            return f"the model is of {self.model.dtype}: expected {self._dtype}, of which the store was made"
+            return f"the model has dtype {self.model.dtype}: expected {self._dtype}, as when the store was created"
         return ""
 
     def keep(self, past: PrefixCache, sequences: torch.Tensor, starts: Sequence[int]) -> None:
@@ -258,7 +258,7 @@ class PrefixStore:
             return work()
         except Exception as error:  # noqa: BLE001  a cache fault never fails a request
             self.declined = f"{type(error).__name__}: {error}"
-            _log.exception("the cache failed; the model computes everything")
+            _log.exception("cache call failed; the model computes all tokens")
             return None
 
 
@@ -272,7 +272,7 @@ def _revision(model: Any, cache: KVCache) -> str:
     """Return the digest of the tensors, preceded by the commit where transformers recorded one."""
     config = model.config
     if not config.name_or_path:
-        raise ModelError("the model was made from no files: give revision=, a name that changes with its weights")
+        raise ModelError("the model was not loaded from files: give revision=, a name that changes with its weights")
     settings = getattr(cache, "settings", None)
     identity = settings.identity if isinstance(settings, Settings) else load_identity()
     commit = getattr(config, "_commit_hash", None)

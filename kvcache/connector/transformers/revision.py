@@ -49,7 +49,7 @@ def tensors_revision(tensors: Mapping[str, Any], *, read_every_byte: bool = Fals
 
 def _add(digest: Any, name: str, tensor: torch.Tensor, read_every_byte: bool) -> None:
     if tensor.is_meta:
-        raise RuntimeError("its values are on no device")
+        raise RuntimeError("its values are on the meta device")
     for text in (name, str(tensor.dtype), str(tuple(tensor.shape))):
         digest.update(pack("<Q", len(text.encode())) + text.encode())
     if not tensor.numel():

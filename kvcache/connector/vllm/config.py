@@ -19,28 +19,29 @@ class Options(BaseModel):
     config: Path | None = Field(default=None, description="A settings file for the cache, `kvcache.toml`.")
     settings: dict[str, Any] = Field(
         default_factory=dict,
-        description='Settings that weigh more than the file: `{"host": {"capacity_bytes": "8GiB"}}`.',
+        description='Settings that override the file: `{"host": {"capacity_bytes": "8GiB"}}`.',
     )
     address: str | None = Field(
-        default=None, description="A daemon that engines of this host share, `unix:/...`; it has its own settings."
+        default=None,
+        description="Address of a daemon of this host, `unix:/...`. The daemon has its own settings.",
     )
     mode: Literal["cache", "observe"] = Field(
-        default="cache", description="`observe` stores and loads nothing, and counts what would have been found."
+        default="cache", description="`observe` stores and loads nothing, and counts the hits that it would have had."
     )
     load: Literal["async", "sync", "layers"] = Field(
         default="async",
         description="`async`: a request waits for its blocks while others compute; `sync`: the step waits; "
         "`layers`: each layer waits for its own.",
     )
-    lookup_s: float = Field(default=0.1, gt=0, description="How long a request may wait for shared tiers to answer.")
-    load_s: float = Field(default=5.0, gt=0, description="After so long a block that has not come is computed.")
+    lookup_s: float = Field(default=0.1, gt=0, description="Longest wait of a request for lookups in shared tiers.")
+    load_s: float = Field(default=5.0, gt=0, description="Longest wait for a block; then the engine computes it.")
     share_across_engines: bool = Field(
-        default=False, description="Name blocks by the page chain that SGLang uses too, so that both find them."
+        default=False, description="Identify blocks by SGLang's page chain, so that both engines share them."
     )
-    tenant: str = Field(default="default", min_length=1, description="Who pays, unless a request names another.")
+    tenant: str = Field(default="default", min_length=1, description="The tenant of requests that do not name one.")
     model: str | None = Field(default=None, description="The model's name in the namespace, instead of the engine's.")
     revision: str | None = Field(
-        default=None, description="Which weights these are, instead of the hub's commit or a sample of the files."
+        default=None, description="The revision of the weights, instead of the hub's commit or a sample of the files."
     )
 
 
@@ -50,14 +51,16 @@ class TierOptions(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     config: Path | None = Field(default=None, description="A settings file for the cache, `kvcache.toml`.")
-    settings: dict[str, Any] = Field(default_factory=dict, description="Settings that weigh more than the file.")
-    address: str | None = Field(default=None, description="A daemon that engines of this host share, `unix:/...`.")
-    lookup_s: float = Field(default=0.1, gt=0, description="How long a lookup may wait for shared tiers to answer.")
-    load_s: float = Field(default=5.0, gt=0, description="After so long a chunk that has not come is computed.")
+    settings: dict[str, Any] = Field(default_factory=dict, description="Settings that override the file.")
+    address: str | None = Field(
+        default=None, description="Address of a daemon that engines of this host share, `unix:/...`."
+    )
+    lookup_s: float = Field(default=0.1, gt=0, description="Longest wait of a lookup in shared tiers.")
+    load_s: float = Field(default=5.0, gt=0, description="Longest wait for a chunk; then the engine computes it.")
     tenant: str = Field(default="default", min_length=1, description="Who pays.")
     model: str | None = Field(default=None, description="The model's name in the namespace, instead of the engine's.")
     revision: str | None = Field(
-        default=None, description="Which weights these are, instead of the hub's commit or a sample of the files."
+        default=None, description="The revision of the weights, instead of the hub's commit or a sample of the files."
     )
 
 
@@ -73,7 +76,7 @@ def parse_options(extra: dict[str, Any], made: type[OptionsT], *, where: str = "
         name = ".".join(map(str, first["loc"])) or where
         if first["type"] == "extra_forbidden":
             known = ", ".join(made.model_fields)
-            raise ConfigError(f"{where} has {name!r}: no such setting; there are {known}") from None
+            raise ConfigError(f"{where} has {name!r}: no such setting; expected one of {known}") from None
         raise ConfigError(f"{where}: {name} = {cast('Any', first['input'])!r}: {first['msg'].lower()}") from None
 
 
@@ -90,8 +93,8 @@ def reject_unsupported(config: Any) -> None:
         size = getattr(parallel, name, 1) or 1
         if size > 1:
             raise ConfigError(
-                f"{name} = {size}: a rank would hold tokens of every block and no block whole; "
-                "start without it, or without KVCacheConnector"
+                f"{name} = {size}: each rank would hold a part of every block; "
+                "start without this option, or without KVCacheConnector"
             )
 
 

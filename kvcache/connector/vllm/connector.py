@@ -91,7 +91,7 @@ class KVCacheConnector(KVConnectorBase_V1, SupportsHMA):
             )
             self._sampler = StatsSampler(self._share.cache, self._scheduler.uncached.counters)
             if disabled_reason:
-                _log.warning("nothing is cached: %s", disabled_reason)
+                _log.warning("caching is off: %s", disabled_reason)
         else:
             self._disabled_reason = disabled_reason
             self._worker = ConnectorWorker(
@@ -107,7 +107,7 @@ class KVCacheConnector(KVConnectorBase_V1, SupportsHMA):
         """Make vLLM recompute blocks that were not loaded, instead of failing the request."""
         if config.kv_load_failure_policy != "recompute":
             config.kv_load_failure_policy = "recompute"
-            _log.info("kv_load_failure_policy is set to recompute: a block that does not come is computed again")
+            _log.info("kv_load_failure_policy is set to recompute: blocks that do not load are computed")
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -123,7 +123,7 @@ class KVCacheConnector(KVConnectorBase_V1, SupportsHMA):
             )
         except Exception as error:  # noqa: BLE001  a cache fault never fails a request
             why = str(error) if isinstance(error, LayoutError) else f"{type(error).__name__}: {error}"
-            _log.error("this rank's pages are not cached: %s", why)
+            _log.error("caching is off on this rank: %s", why)
             self._handshake = HandshakeMetadata(refusal=why)
             return
         replicas = getattr(self._kv_config, "kv_tp_replicas", 1)

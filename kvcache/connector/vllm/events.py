@@ -110,7 +110,7 @@ class KVEventPublisher:
         try:
             self._name(bound, request, digests, first, hashes_a_block)
         except Exception:  # noqa: BLE001  a cache fault never fails a request
-            _log.exception("the blocks of request %s were not published", request.request_id)
+            _log.exception("blocks were not published: request=%s", request.request_id)
 
     def _name(
         self, bound: NamespaceHandle, request: Any, digests: Sequence[bytes], first: int, hashes_a_block: int
@@ -164,7 +164,7 @@ class KVEventPublisher:
             try:
                 self.poll()
             except Exception as error:  # noqa: BLE001  worker thread that must survive
-                _log.debug("no events this time: %s", error)
+                _log.debug("KV events are not available: cause=%s", error)
             if self._end.wait(POLL_INTERVAL_S):
                 return
 

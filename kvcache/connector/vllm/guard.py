@@ -49,7 +49,7 @@ def log_once(where: str, error: Exception) -> None:
     key = (where, type(error).__name__)
     if key not in _logged and len(_logged) < MAX_LOGGED_ERRORS:
         _logged.add(key)
-        _log.error("%s failed, and the engine goes on without; said once", where, exc_info=error)
+        _log.error("%s failed; the engine continues without the cache; logged once", where, exc_info=error)
 
 
 class GuardedTransfer:

@@ -54,7 +54,7 @@ def resolve_revision(model: str, options: Options | TierOptions, engine_id: str)
     try:
         place = local_snapshot(model)
         if not Path(model).exists() and len(list(Path(place).parent.iterdir())) > 1:
-            raise ModelError(f"{model}: the hub's cache has several snapshots of it, of which vLLM tells none")
+            raise ModelError(f"{model}: the hub's cache has several snapshots of it, and vLLM does not name one")
         return _named(model, options), model_revision(place, read_every_byte=read_every_byte(options))
     except ModelError as error:
         raise ModelError(f"engine {engine_id}: {error}; {_REVISION_HINT}") from None
@@ -98,7 +98,7 @@ def local_snapshot(model: str, commit: str | None = None, cache: str | None = No
     if Path(model).exists():
         return model
     if os.environ.get("VLLM_USE_MODELSCOPE", "").lower() in {"1", "true"}:
-        raise ModelError(f"{model}: loaded from ModelScope, whose cache is not read; {_REVISION_HINT}")
+        raise ModelError(f"{model}: loaded from ModelScope, whose cache is not supported; {_REVISION_HINT}")
     found = hub_file(model, ("config.json", "params.json"), commit, cache)
     if found is None:
         raise ModelError(f"{model}: no file or directory, and not in the hub's cache; {_REVISION_HINT}")
@@ -206,13 +206,13 @@ class AdapterNames:
         if lora is None:
             return None
         if getattr(lora, "tensorizer_config_dict", None):
-            raise ModelError(f"adapter {lora.lora_name}: read by tensorizer from elsewhere; give its folder")
+            raise ModelError(f"adapter {lora.lora_name}: tensorizer loads it from a remote location; give its folder")
         path: Path | None = Path(lora.lora_path).expanduser()
         if path is not None and not path.exists():
             found = hub_file(str(lora.lora_path), ("adapter_config.json",))
             path = found and found.parent
         if path is None:
-            raise ModelError(f"adapter {lora.lora_name}: {lora.lora_path} is not there; expected its folder")
+            raise ModelError(f"adapter {lora.lora_name}: {lora.lora_path} does not exist; expected its folder")
         revision = adapter_revision(path, read_every_byte=self._whole)
         number = getattr(lora, "adapter_id", None)
         if number is not None:

@@ -89,7 +89,7 @@ def describe_layers(
         for (rule, window, block_tokens, layer_layout), members in groupby(alike, key=lambda pair: pair[0]):
             shapes.append(LayerGroup(g, tuple(name for _, name in members), rule, window, block_tokens, layer_layout))
     if not shapes:
-        raise LayoutError("no layer has keys and values to be cached")
+        raise LayoutError("no layer has keys and values that can be cached")
     sizes = {shape.block_tokens for shape in shapes}
     if len(sizes) > 1:
         raise LayoutError(f"groups with blocks of {sorted(sizes)} tokens: expected one size")
@@ -121,11 +121,11 @@ def _rule(spec: Any) -> tuple[CachingRule, int]:
     name = type(spec).__name__
     for part in ("Mamba", "ChunkedLocal", "CrossAttention", "HiSparse", "CircularBuffer", "RSWA", "HiddenState"):
         if part in name:
-            raise LayoutError(f"layers of kind {name} are not cached: their state is not a matter of whole blocks")
+            raise LayoutError(f"layers of kind {name} are not cached: their state does not consist of whole blocks")
     if not getattr(spec, "prefix_cacheable", True) or getattr(spec, "tokens_per_state", 1) != 1:
-        raise LayoutError(f"layers of kind {name} are not kept by prefix")
+        raise LayoutError(f"layers of kind {name} are not cached by prefix")
     if getattr(getattr(spec, "kv_quant_mode", None), "is_per_token_head", False):
-        raise LayoutError(f"layers of kind {name}: scales by token and head would not travel with the blocks")
+        raise LayoutError(f"layers of kind {name}: scales per token and head would not be stored with the blocks")
     if "SlidingWindow" in name:  # the next token sees itself, so one token less before it
         return "window", max(1, spec.sliding_window - 1 + getattr(spec, "extra_retained_tokens", 0))
     return "all", 0

@@ -133,7 +133,7 @@ class Uncached:
             self._requests.add(request_id)
             self.counters.add("declined", reason=reason)
         if why:
-            self.log_once(f"a request is not cached: {why}; others that end so are counted only")
+            self.log_once(f"request is not cached: {why}; later ones are counted only")
 
     def mark_failed(self, state: RequestState, error: Exception) -> None:
         """Continue a request without the cache after an error; a cache fault never fails a request. It is counted
@@ -143,7 +143,7 @@ class Uncached:
         if not state.cached:
             self.mark(state.request.request_id, _reason(error))
         state.disable_cache()
-        self.log_once(f"{what} is not cached: {kind}: {error}; others that end so are not said", once=kind)
+        self.log_once(f"{what} is not cached: {kind}: {error}; later errors of this kind are not logged", once=kind)
 
     def forget(self, request_id: str) -> None:
         self._requests.discard(request_id)

@@ -88,7 +88,7 @@ class ConnectorScheduler:
 
     def _disable(self, why: str) -> None:
         self.disabled_reason = why
-        _log.error("nothing is cached: %s", why)
+        _log.error("caching is off: %s", why)
 
     def _name(self) -> DigestOrigin:
         """Choose how blocks are named. The first request decides, because vLLM chooses the root of its hashes late."""
@@ -104,7 +104,7 @@ class ConnectorScheduler:
             else:
                 self._origin, origin = "chain", "kvcache vllm chain 1"
                 _log.info(
-                    "vLLM's block hashes (%s) differ between processes: blocks are named by our own",
+                    "vLLM's block hashes (%s) differ between processes: kvcache uses its own block hashes",
                     algorithm,
                 )
             self._model = replace(self._model, facts={**self._model.facts, "digests": origin})
@@ -131,7 +131,7 @@ class ConnectorScheduler:
         origin = self._name()
         request_options, wrong = RequestOptions.of(request.kv_transfer_params)
         if wrong:
-            self.uncached.log_once(f"kv_transfer_params that make no sense are ignored: {wrong}")
+            self.uncached.log_once(f"ignoring invalid kv_transfer_params: {wrong}")
         if reason := unnamed_reason(request, origin):
             self.uncached.mark(request.request_id, reason, meaning("declined", "reason", reason))
             return None

@@ -104,7 +104,7 @@ class StatsSampler:
             try:
                 self.sample()
             except Exception as error:  # noqa: BLE001  worker thread that must survive
-                _log.debug("no statistics this time: %s", error)
+                _log.debug("statistics are not available: cause=%s", error)
 
 
 def metric_rows(stats: Mapping[str, Any]) -> dict[str, dict[str, float]]:

@@ -88,7 +88,7 @@ class KVCacheTier(SecondaryTierManager):
             self._identity = _identity(offloading_spec, self._options)
         except (ModelError, OSError) as error:
             self._disabled_reason = str(error)
-            _log.error("nothing is kept below host memory: %s", error)
+            _log.error("lower tiers are off: %s", error)
         chunk_bytes = self.block_size_bytes
         config = offloading_spec.config
         tokens = config.cache.tokens_per_hash * max(1, config.cache.blocks_per_chunk)
@@ -245,7 +245,7 @@ class KVCacheTier(SecondaryTierManager):
             for part in job.parts:
                 part.transfer.cancel()
                 if not part.transfer.wait(ABANDONED_LOOKUP_S):
-                    _log.error("a copy of %d chunks has not ended", len(part.keys))
+                    _log.error("copy has not ended: chunks=%d", len(part.keys))
         self._bound, self._epoch = None, uuid.uuid4().hex
 
     def shutdown(self) -> None:
@@ -266,7 +266,7 @@ class KVCacheTier(SecondaryTierManager):
             if origin is None:
                 self._disabled_reason = (
                     "vLLM's block hashes differ between processes (prefix_caching_hash_algo, PYTHONHASHSEED, or a "
-                    "version before 0.30): nothing is kept below host memory"
+                    "version before 0.30): lower tiers are off"
                 )
                 _log.error("%s", self._disabled_reason)
                 return None

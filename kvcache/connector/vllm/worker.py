@@ -204,7 +204,7 @@ class ConnectorWorker:
                 del self._known[spec.request_id]
                 call_guarded(None, known.request.close)
             assert self._model is not None
-            assert not isinstance(self.cache, ObserveMode), "a trial moves nothing"
+            assert not isinstance(self.cache, ObserveMode), "observe mode moves no blocks"
             bound = self._bound.bind(self._model, self.cache, spec.namespace_key, self._rank)
             named = {"agent": spec.agent, "session": spec.session}
             request = bound.request(spec.request_id, ttl_s=spec.ttl_s, deadline_s=self._options.load_s, **named)
@@ -266,4 +266,4 @@ class ConnectorWorker:
         """Cancel a transfer and wait for its end, so that its pages can be used."""
         transfer.cancel()
         if not transfer.wait(COPY_TIMEOUT_S):
-            _log.error("request %s: a copy of %d blocks has not ended", spec.request_id, spec.count)
+            _log.error("copy has not ended: request=%s blocks=%d", spec.request_id, spec.count)

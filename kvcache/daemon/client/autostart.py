@@ -60,7 +60,7 @@ def _os_errors_as_store_error() -> Iterator[None]:
         yield
     except OSError as error:
         raise StoreError(
-            f"no private daemon: the system refuses what it needs ({error}); see that there are descriptors (ulimit "
+            f"cannot start a private daemon: the system refused a resource ({error}); check descriptors (ulimit "
             "-n), processes (ulimit -u) and memory left, and room in the runtime directory, or name a running daemon"
         ) from error
 
@@ -183,12 +183,12 @@ def _start(
         os.set_blocking(alive, False)
         while not is_listening(path):
             if not number or _ended(alive):
-                lines = log.read_text(errors="replace").strip().splitlines() or ["it left without a word"]
-                raise StoreError(f"no private daemon: {lines[-1].removeprefix('kvcache: ')}")
+                lines = log.read_text(errors="replace").strip().splitlines() or ["it exited without a message"]
+                raise StoreError(f"cannot start a private daemon: {lines[-1].removeprefix('kvcache: ')}")
             if time.monotonic() > end:
                 with suppress(ProcessLookupError):
                     os.kill(int(number), signal.SIGKILL)
-                raise StoreError(f"no private daemon: it did not listen in time; see {log}")
+                raise StoreError(f"cannot start a private daemon: it did not listen in time; see {log}")
             time.sleep(_POLL_S)
     finally:
         os.close(alive)
@@ -239,7 +239,7 @@ def _check_shareable(owner: Path, given: Mapping[str, str]) -> Path:
             f"{running_settings.get(other[0], 'the default')} and not {given.get(other[0], 'the default')}: "
             "give the same settings to share it, or an nvme.path of its own"
         )
-    _log.info("shares %s, which has the same NVMe directory and settings", owner)
+    _log.info("using the daemon of another engine: address=%s, with the same NVMe directory and settings", owner)
     return owner
 
 

@@ -124,7 +124,7 @@ class RemoteCache:
             with self.connected() as connection:
                 bound.number(connection)
         except UnreachableError as error:  # the next use binds it, once the daemon answers
-            _log.debug("not bound yet: %s", error)
+            _log.debug("namespace is not bound yet: %s", error)
         return bound
 
     def flush(self, timeout_s: float | None = None) -> FlushReport:
@@ -182,7 +182,7 @@ class RemoteCache:
         try:
             return [str(fault) for fault in self.long_call("check", None, {})["faults"]]
         except KVCacheError as error:
-            return [f"the daemon cannot be asked: {error}"]
+            return [f"the daemon does not answer: {error}"]
 
     def close(self) -> FlushReport:
         """Flush and disconnect; the daemon and its blocks remain."""
@@ -277,7 +277,9 @@ class RemoteCache:
             if self.connection is not connection or self._closed.is_set():
                 return
             _log.warning(
-                "%s: the daemon is lost (%s); until it is back nothing is found and nothing kept", self.endpoint, error
+                "lost the daemon: address=%s cause=%s; until it answers, each match is empty and stores are dropped",
+                self.endpoint,
+                error,
             )
             self.connection = None
             connection.close()
@@ -320,7 +322,7 @@ class RemoteCache:
             try:
                 connection = self._connect()
             except Exception as error:  # noqa: BLE001  worker thread that must survive: the next attempt may succeed
-                _log.debug("not reached: %r", error)
+                _log.debug("reconnect failed: %r", error)
                 pause = min(2 * pause, MAX_RECONNECT_PAUSE_S)
                 continue
             with self._lock:
@@ -334,10 +336,10 @@ class RemoteCache:
     def _set_connection(self, connection: Connection) -> None:
         self.connection = connection
         if self._announced > self._flushed_stores and not (connection.life and connection.life == self._ttl):
-            self._doubt = "the daemon ended after the last flush, and what it had not written then is lost"
+            self._doubt = "the daemon ended after the last flush; blocks that it had not written are lost"
         self._ttl = connection.life
         self._changed.notify_all()
-        _log.warning("%s: reached again", self.endpoint)
+        _log.warning("reconnected to the daemon: address=%s", self.endpoint)
 
     def long_call(self, op: str, timeout_s: float | None, fields: Mapping[str, Any]) -> dict[str, Any]:
         """Call the daemon on a transfer connection, for replies that may take long."""
@@ -396,7 +398,8 @@ def connect(where: str, *, token_file: str = "", **settings: Any) -> RemoteCache
     if unknown:
         known += ["token_file", *(TLS_OPTIONS if secure else ())]
         raise ConfigError(
-            f"{unknown[0]} = {settings[unknown[0]]!r:.60}: {where} has settings of its own; here are {', '.join(known)}"
+            f"{unknown[0]} = {settings[unknown[0]]!r:.60}: {where} has its own settings; a client takes "
+            f"{', '.join(known)}"
         )
     return RemoteCache(parse_endpoint(where, TokenSource(token_file), **files), **settings)
 

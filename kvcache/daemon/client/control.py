@@ -63,7 +63,9 @@ def send_command(
     if isinstance(answer.get("error"), str):
         raise (NotFoundError if answer.get("kind") == NOT_FOUND else KVCacheError)(answer["error"])
     if not isinstance(answer.get("ok"), dict):
-        raise UnreachableError(f"{path}: the answer has neither `ok` nor `error`; is it a cache's socket?")
+        raise UnreachableError(
+            f"{path}: the reply has neither `ok` nor `error`; check that the socket belongs to a cache"
+        )
     return dict(answer["ok"])
 
 
@@ -120,9 +122,11 @@ def fetch_json(
             raise AccessError(f"{url}: {_error_text(error_body)}") from None
         raise UnreachableError(f"{url}: {error.code}, {_error_text(error_body)}") from None
     except (URLError, OSError, ValueError) as error:
-        raise UnreachableError(f"{url}: {getattr(error, 'reason', error)}; is it a daemon's page?") from None
+        raise UnreachableError(
+            f"{url}: {getattr(error, 'reason', error)}; check that a kvcache daemon serves it"
+        ) from None
     if not isinstance(document, dict) or "time" not in document:
-        raise UnreachableError(f"{url}: an answer that is none of ours; is it a daemon's page?")
+        raise UnreachableError(f"{url}: the reply is not a kvcache daemon's; check that a kvcache daemon serves it")
     return document
 
 
@@ -130,4 +134,4 @@ def _error_text(error_body: str) -> str:
     try:
         return str(json.loads(error_body)["error"])
     except (ValueError, TypeError, KeyError):
-        return "no reason was given"
+        return "the reply gives no reason"

@@ -87,7 +87,7 @@ class RemoteNamespace:
                 number = self.number(connection)
             return int(self.cache.long_call("clear", None, {"namespace": number})["records"])
         except KVCacheError as error:
-            _log.warning("not cleared: %s", error)
+            _log.warning("clear failed: %s", error)
             return 0
 
     def join(self, id: str) -> RemoteRequest:
@@ -132,7 +132,7 @@ class RemoteRequest:
             with self._cache.connected() as connection:
                 self.number(connection)
         except KVCacheError as error:
-            _log.debug("request %s is not known to the daemon yet: %s", self.id, error)
+            _log.debug("request is not open in the daemon yet: request=%s cause=%s", self.id, error)
 
     def number(self, connection: Connection, *, resend: bool = True) -> int:
         """Return the request's number in the session; open or join it where the session does not have it.
@@ -210,7 +210,7 @@ class RemoteRequest:
                     connection.call("extend", request=self._number, signatures=self._chain.packed[before:])
         except KVCacheError as error:
             self._connection = None
-            _log.debug("not extended: %s", error)
+            _log.debug("extend failed: %s", error)
 
     def admit(self) -> None:
         try:
@@ -218,7 +218,7 @@ class RemoteRequest:
                 ids, self._unreported_ids = self._unreported_ids, b""
                 connection.call("admit", request=self.number(connection), **({"ids": ids} if ids else {}))
         except KVCacheError as error:
-            _log.debug("not admitted: %s", error)
+            _log.debug("admit failed: %s", error)
 
     def _packed(self, token_ids: Any) -> bytes:
         """Return the token ids of full blocks, packed; b"" where they exceed half a frame."""
@@ -252,7 +252,7 @@ class RemoteRequest:
         try:
             self._cache.executor.submit(task.run)
         except RuntimeError as error:  # another thread closes the cache, or the system gives no thread
-            _log.debug("a %s cannot begin: %s", op, error)
+            _log.debug("%s did not start: %s", op, error)
             task.finish(Outcome.FAILED)
         return transfer
 

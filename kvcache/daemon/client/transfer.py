@@ -110,16 +110,16 @@ def parse_payload_rows(packed: object, *, blocks: int, sizes: Sequence[int]) -> 
         ProtocolError: The rows are not part of this transfer.
     """
     if not isinstance(packed, bytes) or not packed or len(packed) % PAYLOAD_DTYPE.itemsize:
-        raise ProtocolError("payloads in no form that is known")
+        raise ProtocolError("payloads: unknown form")
     rows = np.frombuffer(packed, PAYLOAD_DTYPE)
     if rows["block"].max() >= blocks or rows["group"].max() >= len(sizes):
-        raise ProtocolError(f"payloads of blocks that were not asked for: {blocks} were")
+        raise ProtocolError(f"payloads of blocks that were not requested; requested: {blocks}")
     groups = rows["group"].tolist()
     if rows["bytes"].tolist() != [sizes[group] for group in groups]:
-        raise ProtocolError("payloads of another size than those of these pages")
+        raise ProtocolError("payloads: their size differs from the pages'")
     total = sum(record_bytes(sizes[group]) for group in groups)
     if total > MAX_BATCH_BYTES and len(rows) > 1:
-        raise ProtocolError(f"{total} bytes behind one message: at most {MAX_BATCH_BYTES} are taken")
+        raise ProtocolError(f"{total} bytes behind one message: expected at most {MAX_BATCH_BYTES}")
     return rows, total
 
 
@@ -194,9 +194,9 @@ class TransferTask:
                 self._run()
             except WireTimeoutError as error:
                 outcome = Outcome.TIMED_OUT
-                _log.debug("a %s was late: %s", self.op, error)
+                _log.debug("%s timed out: %s", self.op, error)
             except KVCacheError as error:
-                _log.debug("a %s failed: %s", self.op, error)
+                _log.debug("%s failed: %s", self.op, error)
             except Exception:  # noqa: BLE001  worker thread that must survive: a cache fault never fails a request
                 _log.exception("a %s failed", self.op)
             finally:
@@ -296,7 +296,7 @@ class TransferTask:
     def _parse_lease(self, message: dict[str, Any], descriptors: list[int], mappings: SlabMappings) -> LeasedBatch:
         mappings.map_slabs(message.get("extents", ()), descriptors, message.get("gone", ()))
         if not isinstance(message["lent"], bytes) or not isinstance(message.get("blocks"), int):
-            raise ProtocolError("slots that are lent in no form that is known")
+            raise ProtocolError("leased slots: unknown form")
         return mappings.parse_leases(message["lent"], blocks=self.end - self.first, groups=len(self.sizes))
 
     def _copy_from_pages(self, parts: Sequence[CopyViewPart]) -> bool:

@@ -61,18 +61,18 @@ class HttpAuth:
         """Return the tenant whose data the client may see, None for all; HTTPException where it may see none."""
         if self._local and not is_loopback(request.url.hostname or ""):
             # DNS rebinding: a foreign page whose host name resolves to this address could otherwise read the API.
-            raise HTTPException(421, "this is a host of another name; ask for 127.0.0.1 or localhost")
+            raise HTTPException(421, "the Host header names another host; use 127.0.0.1 or localhost")
         if self._owner is None:
             if self._local:
                 return None
             raise HTTPException(
                 403,
-                f"no tenant has a token here (daemon.tenants_file), so only {', '.join(sorted(OPEN_PATHS))} are open",
+                f"no tenant has a token (daemon.tenants_file); only {', '.join(sorted(OPEN_PATHS))} are open",
             )
         token = token_from_header(request.headers.get("authorization", ""))
         owner = None if token is None else self._owner(token)
         if owner is None:
-            raise HTTPException(401, "show a token: `Authorization: Bearer TOKEN`, or as a password", _CHALLENGE)
+            raise HTTPException(401, "expected a token: `Authorization: Bearer TOKEN`, or as the password", _CHALLENGE)
         return None if owner == OPERATOR else owner
 
 
@@ -258,7 +258,7 @@ class HttpApi:
         tenant = self._entry.tenant(request)
         rate_limit = None if tenant is None else self._rate_limit_of(tenant)
         if rate_limit is not None and not rate_limit.count_operation(moves=True):
-            raise HTTPException(429, "more than this tenant may ask for in a second", {"Retry-After": "1"})
+            raise HTTPException(429, "the tenant exceeds its operations a second", {"Retry-After": "1"})
         report, (question, size) = Report(self._cache, tenant), await _parse_question(request)
         if rate_limit is not None:
             rate_limit.count_bytes(size)
@@ -292,7 +292,7 @@ class _SecurityHeaders:
 def _count(request: Request, default: int) -> int:
     given = request.query_params.get("count", str(default))
     if not given.isdecimal() or len(given) > 9:
-        raise ConfigError(f"count = {given!r:.40}: expected how many")
+        raise ConfigError(f"count = {given!r:.40}: expected a number")
     return int(given)
 
 
@@ -307,14 +307,16 @@ async def _parse_question(request: Request) -> tuple[dict[str, Any], int]:
     try:
         body = await asyncio.wait_for(_body(request), BODY_TIMEOUT_S)
     except asyncio.TimeoutError:
-        raise HTTPException(408, f"a body that did not come within {BODY_TIMEOUT_S:g} s") from None
+        raise HTTPException(408, f"the body did not arrive within {BODY_TIMEOUT_S:g} s") from None
     try:
         document = json.loads(body)
         return {"ids": array("I", document["ids"]).tobytes(), "namespace": str(document.get("namespace", ""))}, len(
             body
         )
     except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError):
-        raise ConfigError('expected {"ids": [...]}, token ids, and perhaps "namespace", first digits of one') from None
+        raise ConfigError(
+            'expected {"ids": [...]}, token ids, and optionally "namespace", the first digits of its id'
+        ) from None
 
 
 async def _body(request: Request) -> bytes:
@@ -322,7 +324,7 @@ async def _body(request: Request) -> bytes:
     async for piece in request.stream():
         body += piece
         if len(body) > MAX_BODY_BYTES:
-            raise HTTPException(413, f"a body of more than {MAX_BODY_BYTES} bytes")
+            raise HTTPException(413, f"the body exceeds {MAX_BODY_BYTES} bytes")
     return bytes(body)
 
 
@@ -340,5 +342,5 @@ async def _bad_request(_: Request, error: Exception) -> Response:
 
 
 async def _internal_error(_: Request, error: Exception) -> Response:
-    _log.error("an answer over HTTP failed", exc_info=error)
-    return JSONResponse({"error": "a defect of the daemon; its log has more"}, status_code=500)
+    _log.error("HTTP request failed", exc_info=error)
+    return JSONResponse({"error": "internal error of the daemon; see its log"}, status_code=500)

@@ -272,7 +272,7 @@ class Admission:
                 else "user"
             )
             raise AccessError(
-                f"no tenant has this {what}: give token_file or KVCACHE_TOKEN, or be entered in the tenants file of "
+                f"no tenant has this {what}: give token_file or KVCACHE_TOKEN, or add it to the tenants file of "
                 f"the daemon (process {os.getpid()})"
             )
         return found

@@ -143,7 +143,7 @@ class Tenants:
         except ValueError as error:
             raise ConfigError(f"{setting}: not TOML: {error}") from None
         if mode & stat.S_IWOTH:
-            raise ConfigError(f"{setting}: everybody may write to it; chmod o-w")
+            raise ConfigError(f"{setting}: any user may write to it; run chmod o-w")
         return cls(_tenant(setting, name, table) for name, table in tables.items())
 
     @property
@@ -180,7 +180,7 @@ class Tenants:
 
 def _tenant(setting: str, name: str, table: Any) -> Tenant:
     if not isinstance(table, dict):
-        raise ConfigError(f"{setting}: {name!r} is no table; expected [{name!r}] and what the tenant may show below it")
+        raise ConfigError(f"{setting}: {name!r} is not a table; expected [{name!r}] with credentials below it")
     try:
         return TypeAdapter(Tenant).validate_python({**table, "name": name})
     except ValidationError as error:
@@ -195,5 +195,5 @@ def _unique_owners(what: str, owners: Iterable[tuple[Any, str]]) -> dict[Any, st
     found: dict[Any, str] = {}
     for identity, owner in owners:
         if found.setdefault(identity, owner) != owner:
-            raise ConfigError(f"daemon.tenants_file: {owner!r} and {found[identity]!r} have one of `{what}` in common")
+            raise ConfigError(f"daemon.tenants_file: {owner!r} and {found[identity]!r} share one of `{what}`")
     return found

@@ -240,13 +240,13 @@ class ClientSession:
         if op not in ("storing", "stored"):  # they belong to a store, whose `store` message is counted
             self._within_rate_limit = self.rate_limit.count_operation(refusable=op == "match")
         if self.rate_limit.overdrawn:
-            raise ProtocolError(f"tenant {self.tenant.name!r} asks far more than its operations a second")
+            raise ProtocolError(f"tenant {self.tenant.name!r} far exceeds its operations a second")
         return answers[op](message)
 
     def request(self, number: int) -> CacheRequest:
         found = self._requests.get(number)
         if found is None:
-            raise RequestError(f"request {number}: none of this number is open here")
+            raise RequestError(f"request {number}: found no open request with this number")
         return found
 
     def payload_sizes(self, number: int) -> list[int]:
@@ -258,10 +258,10 @@ class ClientSession:
         """Bind a namespace; then end the bindings in `ends`. Where binding fails, nothing changes."""
         ends = {number for number in message.get("ends") or () if type(number) is int and number in self._bound}
         if not self.tenant.may_act_as(message["tenant"]):
-            raise AccessError(f"tenant = {message['tenant']!r:.140}: this client came in as {self.tenant.name!r}")
+            raise AccessError(f"tenant = {message['tenant']!r:.140}: this client authenticated as {self.tenant.name!r}")
         bind = partial(self._cache.namespace, parse_spec(message))
         if len(self._bound) - len(ends) >= MAX_CLIENT_NAMESPACES:
-            raise ConfigError(f"{MAX_CLIENT_NAMESPACES} namespaces a client: no more can be bound before it ends some")
+            raise ConfigError(f"{MAX_CLIENT_NAMESPACES} namespaces bound: the limit of a client; end some first")
         bound = self._namespace_registry.acquire(self.tenant.name, bind, self)
         number = self._numbers.get(bound)
         if number is None:
@@ -306,7 +306,7 @@ class ClientSession:
         bound = None if signatures is None else self._bind_signatures(request, signatures)
         head = message.get("head")
         if head is not None and len(head) not in (0, SIGNATURE_BYTES):
-            raise TokenError(f"a head of {len(head)} bytes: expected {SIGNATURE_BYTES}, or 0 where it is not known")
+            raise TokenError(f"a head of {len(head)} bytes: expected {SIGNATURE_BYTES}, or 0 for an unknown one")
         head = head and self._bind_signatures(request, head)
         hit = request.match(signatures=bound, head=head, refused="" if self._within_rate_limit else QUOTA_REASON)
         if signatures is not None and self._isolates_tenants:
@@ -328,7 +328,7 @@ class ClientSession:
 
     def _join(self, message: Mapping[str, Any]) -> dict[str, Any]:
         if message["request"] in self._requests:
-            raise RequestError(f"request {message['request']} is open: a joined one needs a number of its own")
+            raise RequestError(f"request {message['request']} is open: give the joined request another number")
         bound = self._use_namespace(message)
         request = self._add_request(message["request"], bound, bound.join(self._request_name(message)))
         return {"blocks": len(request.signatures)}
@@ -393,7 +393,7 @@ class ClientSession:
     def _add_request(self, number: int, bound: CacheNamespace, request: CacheRequest) -> CacheRequest:
         if len(self._requests) >= MAX_OPEN_REQUESTS:
             request.close()
-            raise RequestError(f"{MAX_OPEN_REQUESTS} requests are open: no client may have more; close some")
+            raise RequestError(f"{MAX_OPEN_REQUESTS} requests are open: the limit of a client; close some")
         self._requests[number], self._bound_of[number] = request, bound
         self._namespace_registry.add_reference(bound)
         return request
@@ -409,7 +409,7 @@ class ClientSession:
         number: int = message["namespace"]
         found = self._bound.get(number) if type(number) is int else None
         if found is None:
-            raise RequestError(f"namespace {number!r:.40}: none of this number is bound; {len(self._bound)} are")
+            raise RequestError(f"namespace {number!r:.40}: not bound by this client, which has {len(self._bound)}")
         return found[0]
 
     def _use_namespace(self, message: Mapping[str, Any]) -> CacheNamespace:
@@ -435,7 +435,7 @@ class ClientSession:
 
     def _check_opened_here(self, number: int) -> None:
         if number not in self._signature_bytes:
-            raise RequestError(f"request {number} was joined: its signatures are told where it was opened")
+            raise RequestError(f"request {number} was joined: only the client that opened it adds signatures")
 
     def _check_signature_budget(self, number: int, size: int) -> None:
         if size % SIGNATURE_BYTES:
@@ -443,7 +443,9 @@ class ClientSession:
         more = size - self._signature_bytes.get(number, 0) if size else 0
         if not self._fits(more):
             total = sum(self._signature_bytes.values()) + more
-            raise RequestError(f"signatures of {total} bytes: a client may have {MAX_SIGNATURE_BYTES}; close some")
+            raise RequestError(
+                f"signatures of {total} bytes: the limit of a client is {MAX_SIGNATURE_BYTES}; close some"
+            )
 
     def _fits(self, more: int) -> bool:
         return sum(self._signature_bytes.values()) + sum(self._token_id_bytes.values()) + more <= MAX_SIGNATURE_BYTES

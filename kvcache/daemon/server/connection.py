@@ -95,7 +95,7 @@ class Connection:
         self._unsent.append(rest)
         self._unsent_bytes += len(rest)
         if self._unsent_bytes > MAX_UNSENT_BYTES:
-            _log.warning("%s does not take its answers: let go", self)
+            _log.warning("closed slow client: peer=%s", self)
             self.close()
 
     def catch_up(self) -> None:
@@ -216,7 +216,7 @@ class Connection:
             return None
         size = body_length(self._read[:HEADER_BYTES])
         if size > self.max_bytes:
-            raise ProtocolError(f"a hello of {size} bytes: at most {self.max_bytes} are read")
+            raise ProtocolError(f"a hello of {size} bytes: expected at most {self.max_bytes}")
         end = HEADER_BYTES + size
         if len(self._read) < end:
             return None
@@ -261,7 +261,7 @@ class PendingConnections:
             first = next(each for each in self._waiting if each.origin == crowd)
             if self._loop.time() >= self._next_warning_s:
                 self._next_warning_s = self._loop.time() + HELLO_TIMEOUT_S
-                _log.warning("%d connections of %s do not say who they are: the first of them go", count, crowd)
+                _log.warning("closing the oldest unauthenticated connections: count=%d peer=%s", count, crowd)
             first.close()
 
     def remove(self, peer: Connection) -> None:

@@ -60,7 +60,7 @@ def pin(cache: Cache, arguments: dict[Any, Any]) -> dict[str, Any]:
     which, seconds = _find_prompt(cache, arguments), arguments.get("seconds")
     if which is not None:
         if not isinstance(seconds, (int, float)) or isinstance(seconds, bool):
-            raise ConfigError(f"seconds = {seconds!r:.40}: expected for how long")
+            raise ConfigError(f"seconds = {seconds!r:.40}: expected a duration in seconds")
         entry, blocks = which
         bound = next((bound for bound in cache.bounds if bound.id == entry.namespace), None)
         if bound is None:
@@ -83,7 +83,7 @@ def unpin(cache: Cache, arguments: dict[Any, Any]) -> dict[str, Any]:
         ended = [item.id for item in pins.all() if pins.unpin(item.id)]
     elif isinstance(which, int) and not isinstance(which, bool):
         if not pins.unpin(which):
-            raise NotFoundError(f"pin {which}: there is none of this number; `kvcache pin` lists those there are")
+            raise NotFoundError(f"pin {which}: found no pin with this number; `kvcache pin` lists the pins")
         ended = [which]
     else:
         raise ConfigError(f"pin = {which!r:.40}: expected the number of a pin, or all")
@@ -98,7 +98,7 @@ def prune(cache: Cache, arguments: dict[Any, Any]) -> dict[str, Any]:
     """
     unused_s, dry_run = arguments.get("unused_s"), bool(arguments.get("dry_run"))
     if not isinstance(unused_s, (int, float)) or isinstance(unused_s, bool) or not unused_s > 0:
-        raise ConfigError(f"unused_s = {unused_s!r:.40}: expected for how long it was unused, in seconds")
+        raise ConfigError(f"unused_s = {unused_s!r:.40}: expected the least time without use, in seconds")
     tiers = [tier for tier in (cache.host, *cache.lower_tiers) if not tier.shared]
     names = {tier.name for tier in tiers}
     uses, now = cache.usage_log, cache.os_env.clock.wall()
@@ -152,13 +152,15 @@ def _find_prompt(cache: Cache, arguments: dict[Any, Any]) -> tuple[RecentRequest
         found = find_prefix(cache.miss_explainer.recent_requests.last(), name)
         if found is None:
             known = [prefix.name for prefix in prefixes(cache.miss_explainer.recent_requests.last(), KNOWN)]
-            raise NotFoundError.like(f"prefix {name!r:.40}: no prompt of late has a block of this name", name, known)
+            raise NotFoundError.like(f"prefix {name!r:.40}: no recent prompt has a block with this name", name, known)
         return found
     if isinstance(request, str):
         one = cache.miss_explainer.recent_requests.find(request)
         if one is None:
             known = [item.request for item in cache.miss_explainer.recent_requests.last()]
-            raise NotFoundError.like(f"request {request!r:.60}: no request of that id is remembered", request, known)
+            raise NotFoundError.like(
+                f"request {request!r:.60}: the cache has no recent request with this id", request, known
+            )
         return one, one.blocks
     if ids is not None:
         one = lookup_prompt(cache, ids, str(arguments.get("namespace") or ""))
@@ -190,7 +192,7 @@ def open_control(cache: Cache, version: str) -> ControlServer | None:
     try:
         control = ControlServer(cache, version, *open_control_socket(make_socket_directory()))
     except (OSError, KVCacheError) as error:
-        _log.warning("`kvcache ps` will not find this cache: %s", error)
+        _log.warning("no control socket, so that `kvcache ps` does not list this cache: %s", error)
         return None
     cache.on_close.append(control.close)
     weakref.finalize(cache, control.close)
@@ -242,7 +244,7 @@ class ControlServer:
                 try:
                     connection, _ = self._listener.accept()
                 except OSError as error:  # the client has hung up, or this process has no descriptors left
-                    _log.debug("no client to answer: %s", error)
+                    _log.debug("control client closed before the reply: %s", error)
                     self._closed.wait(_ACCEPT_RETRY_S)
                     continue
                 self._dispatch(connection)
@@ -263,7 +265,7 @@ class ControlServer:
                 arguments = receive_message(connection, max_bytes=MAX_REQUEST_BYTES, timeout_s=CLIENT_TIMEOUT_S)
                 send_message(connection, self._answer(arguments), max_bytes=MAX_REPLY_BYTES, timeout_s=CLIENT_TIMEOUT_S)
             except FrameError as error:
-                _log.debug("no question, or no client to take the answer: %s", error)
+                _log.debug("control request failed: %s", error)
             finally:
                 self._free.release()
 
@@ -289,7 +291,7 @@ class ControlServer:
         }
         cache, op = self._cache(), arguments.get("op")
         if cache is None:
-            raise FrameError("the cache is gone")
+            raise FrameError("the cache is closed")
         for name, of_others in cache.control_handlers.items():
             answers[name] = lambda _, arguments, answer=of_others: answer(arguments)  # type: ignore[misc]  # early bind
         if not isinstance(op, str) or op not in answers:
@@ -355,7 +357,7 @@ class ControlServer:
 def _events(cache: Cache, arguments: dict[Any, Any]) -> dict[str, Any]:
     count = arguments.get("count")
     if count is not None and (not isinstance(count, int) or count < 0):
-        raise ConfigError(f"count = {count!r:.40}: expected how many of the last events")
+        raise ConfigError(f"count = {count!r:.40}: expected the number of recent events")
     return {"events": [asdict(event) for event in cache.events.last(count)]}
 
 
@@ -366,7 +368,7 @@ def _bypass(cache: Cache, arguments: dict[Any, Any]) -> dict[str, Any]:
     if mode is not None:
         bypass.set(mode)
         if mode != was:
-            _log.warning("bypass was %s and is %s, by the control socket", was, mode)
+            _log.warning("bypass changed: from=%s to=%s source=control socket", was, mode)
     return {"mode": bypass.mode, "was": was}
 
 

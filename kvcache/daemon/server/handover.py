@@ -62,9 +62,9 @@ def hand_over(successor: socket.socket, cache: Cache) -> None:
                 wire.send({"left": len(batch), "more": more}, batch, timeout_s=SEAL_TIMEOUT_S)
         finally:
             os.close(descriptors[0])
-        _log.info("%d extents were handed over", len(slabs))
+        _log.info("handed over host memory: extents=%d", len(slabs))
     except Exception as error:  # noqa: BLE001  best-effort cleanup: the daemon ends in any case
-        _log.warning("host memory was not handed over: %s", error)
+        _log.warning("host memory was not handed over: cause=%s", error)
 
 
 def take_over(path: Path, timeout_s: float = EXIT_TIMEOUT_S) -> WarmRestart | None:
@@ -92,7 +92,7 @@ def take_over(path: Path, timeout_s: float = EXIT_TIMEOUT_S) -> WarmRestart | No
             if not _wait_for_exit(wire, process, end):
                 if legacy is not None:
                     legacy.close()
-                raise StoreError(f"{path}: process {pid} was asked to end, and has not after {timeout_s:g} s")
+                raise StoreError(f"{path}: process {pid} did not exit within {timeout_s:g} s")
         finally:
             if process is not None:
                 os.close(process)
@@ -111,7 +111,7 @@ def _request_exit(wire: Wire, process: int | None, pid: int, end: float) -> bool
     except ClosedError:
         return False  # it is ending already
     except KVCacheError as error:  # an earlier version, or another protocol
-        _log.warning("the daemon before, process %d, hands over nothing (%s): it is ended by SIGTERM", pid, error)
+        _log.warning("ending the previous daemon by SIGTERM: pid=%d; it hands over nothing: %s", pid, error)
         _terminate(process, pid)
         return False
     return True
@@ -128,7 +128,7 @@ def _receive_memory(wire: Wire, end: float) -> WarmRestart | None:
             more = message.get("more") is True
         table = read_file(descriptors.pop(0))
     except (KVCacheError, OSError, IndexError) as error:
-        _log.warning("nothing is taken over from the daemon before: %s", error)
+        _log.warning("nothing is taken over from the previous daemon: cause=%s", error)
         for descriptor in descriptors:
             os.close(descriptor)
         return None
@@ -152,7 +152,7 @@ def read_file(descriptor: int) -> bytes:
     try:
         size = os.fstat(descriptor).st_size
         if size > MAX_TABLE_BYTES:
-            raise ProtocolError(f"a table of {size} bytes: at most {MAX_TABLE_BYTES} are read")
+            raise ProtocolError(f"a table of {size} bytes: expected at most {MAX_TABLE_BYTES}")
         data = bytearray()
         while len(data) < size and (piece := os.pread(descriptor, size - len(data), len(data))):
             data += piece

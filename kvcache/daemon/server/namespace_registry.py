@@ -49,7 +49,7 @@ class NamespaceRegistry:
                     if not self._references[bound]:
                         self._mark_idle(bound)
                     raise ConfigError(
-                        f"tenant {tenant!r} can have no namespace bound: all tenants together have "
+                        f"tenant {tenant!r} cannot bind a namespace: all tenants together have "
                         f"{MAX_BOUND_NAMESPACES}; end engines"
                         " that are not used"
                     )

@@ -55,7 +55,9 @@ def lookup_prompt(cache: Cache, packed_ids: Any, prefix: str, tenant: str | None
     bounds = [b for b in cache.bounds if b.id.hex().startswith(prefix) and tenant in (None, b.tenant)]
     if not bounds:
         known = [b.id.hex()[: max(8, len(prefix))] for b in cache.bounds if tenant in (None, b.tenant)]
-        raise NotFoundError.like(f"namespace {prefix!r:.80}: no engine has bound one like that here", prefix, known)
+        raise NotFoundError.like(
+            f"namespace {prefix!r:.80}: no engine has bound a namespace with this id", prefix, known
+        )
     for bound in bounds:
         tokens = bound.layout.block_tokens
         lookup, chain = cache.index.lookup(bound.names, bound.needs), Chain(bound.id, tokens)
@@ -251,5 +253,5 @@ def _summed(uses: Sequence[UsageRow]) -> dict[str, Any]:
 
 def _count(count: Any) -> int:
     if not isinstance(count, int) or isinstance(count, bool) or count < 0:
-        raise ConfigError(f"count = {count!r:.40}: expected how many of them")
+        raise ConfigError(f"count = {count!r:.40}: expected a number")
     return count

@@ -208,8 +208,8 @@ class Daemon:
             try:
                 read()
             except ConfigError as error:
-                _log.error("not read again: %s", error)
-        _log.info("settings were read again, as far as nothing else is said")
+                _log.error("settings were not reloaded: cause=%s", error)
+        _log.info("reloaded settings; a warning names each one that needs a restart")
 
     def _reload_tenants(self) -> None:
         tenants = self.admission.load_tenants()
@@ -232,7 +232,7 @@ class Daemon:
         except BlockingIOError:
             return
         except OSError as error:  # no descriptors left: clients in the backlog are accepted later
-            _log.warning("no client can be accepted for now: %s", error)
+            _log.warning("cannot accept clients: cause=%s; retrying", error)
             self._loop.remove_reader(listener)
             self._loop.call_later(_ACCEPT_RETRY_S, self._accept_again, listener)
             return
@@ -248,8 +248,8 @@ class Daemon:
             return
         self._peers.add(peer)
         if listener is self.claim.listener and not self.claim.admits(peer.uid):
-            _log.warning("%s was refused: this is user %d's cache", peer, os.geteuid())
-            peer.send(error_reply(UnreachableError(f"this cache is user {os.geteuid()}'s alone: see daemon.mode")))
+            _log.warning("refused client: peer=%s; the cache belongs to user %d", peer, os.geteuid())
+            peer.send(error_reply(UnreachableError(f"this cache serves only user {os.geteuid()}; see daemon.mode")))
             peer.close()
             return
         self._extend_linger()
@@ -300,13 +300,13 @@ class Daemon:
 
     def _refuse(self, peer: Connection, error: KVCacheError) -> None:
         if isinstance(error, AccessError):
-            _log.warning("%s was refused: %s", peer, error)
+            _log.warning("refused client: peer=%s cause=%s", peer, error)
         peer.send(error_reply(error))
 
     def _open_session(self, peer: Connection, message: dict[str, Any]) -> dict[str, Any]:
         if message["version"] != PROTOCOL_VERSION:
             raise UnreachableError(
-                f"this daemon speaks version {PROTOCOL_VERSION} of the protocol, the client {message['version']}: "
+                f"the daemon has protocol version {PROTOCOL_VERSION}, the client {message['version']}: "
                 "install the same kvcache in both"
             )
         if message["role"] == "mover":
@@ -354,13 +354,13 @@ class Daemon:
         if not self._connection_shares.acquire(name):
             said = f"{self._connection_shares.used(name)} connections of tenant {name!r}, of "
             said += f"{self._connection_shares.capacity} for all"
-            _log.warning("%s (daemon.connections): one more was refused", said)
-            raise UnreachableError(f"{said} (daemon.connections): there is no room for one more")
+            _log.warning("refused connection: %s (daemon.connections)", said)
+            raise UnreachableError(f"{said} (daemon.connections): the limit is reached; close some or raise it")
 
     def _open_transfer_connection(self, peer: Connection, message: dict[str, Any]) -> dict[str, Any]:
         session = self._sessions.get(message.get("session") or b"")
         if session is None or session.pid != peer.pid:
-            raise UnreachableError("no session of this process has this secret; connect again")
+            raise UnreachableError("found no session of this process with this secret; connect again")
         self._reserve_connection(session)
         peer.send({"ok": {}})
         if not peer.open:
@@ -381,14 +381,14 @@ class Daemon:
     def _exit_for_successor(self, peer: Connection) -> dict[str, Any]:
         """End because another process takes over; `handover` sends it the host memory."""
         if isinstance(peer, TcpConnection) or not is_same_user(peer.pid, peer.uid):
-            raise AccessError(f"a daemon ends for a process of its own user and container alone: {peer} is none")
+            raise AccessError(f"only a process of the same user and container may replace a daemon: {peer} is not one")
         if self._ending:
-            raise ClosedError("this daemon is ending already")
+            raise ClosedError("this daemon is already ending")
         peer.send({"ok": {"pid": os.getpid()}})
         if peer.open:
             self._peers.discard(peer)
             self.successor = peer.detach()
-        _log.warning("%s takes this daemon's place: it ends", peer)
+        _log.warning("ending for a successor: peer=%s", peer)
         self._end()
         return {}
 

@@ -97,12 +97,12 @@ def raise_limits(settings: Settings) -> None:
         ConfigError: The hard limit is too low, or the system makes no file in memory.
     """
     if not hasattr(os, "memfd_create"):
-        raise ConfigError("a daemon shares files in memory (memfd), which only Linux has; open the cache in the engine")
+        raise ConfigError("a daemon needs memory files (memfd), which only Linux has; open the cache in the engine")
     try:
         Region(1 << 12, shared=True)
     except OSError as error:
         raise ConfigError(
-            f"no file in memory can be made ({error.strerror}): memfd_create, ftruncate and sealing must be allowed"
+            f"cannot create a memory file ({error.strerror}): memfd_create, ftruncate and sealing must be allowed"
         ) from None
     if refused := memlock_warning(settings):
         _log.warning("%s", refused)
@@ -237,8 +237,8 @@ class Service:
         """Serve until SIGTERM, until a new daemon takes over, or until the linger time ends."""
         assert self.daemon is not None
         self.daemon.run()
-        notify("STOPPING=1", "STATUS=writing what is queued")
-        self._report_status("ending; what is queued is written first")
+        notify("STOPPING=1", "STATUS=writing queued blocks")
+        self._report_status("ending; queued blocks are written first")
 
     def stop(self) -> None:
         """Close everything that `start` opened, in reverse order. Idempotent."""

@@ -111,15 +111,15 @@ class SocketTransport:
     def _receive(self, batch: Sequence[CopyPart]) -> None:
         reply, _ = self._wire.receive(self._lease_s)
         if reply.get("taken") is not True:
-            raise PeerAbortedError("the client did not want it")
+            raise PeerAbortedError("the client cancelled it")
         sums = reply.get("sums")
         if not isinstance(sums, bytes) or len(sums) != 8 * len(batch):
-            raise ProtocolError(f"sums of no form that is known: expected {8 * len(batch)} bytes")
+            raise ProtocolError(f"checksums: expected {8 * len(batch)} bytes")
         payloads = [self._payload(part) for part in batch]
         self._on_bytes_moved(sum(map(len, payloads)))
         self._wire.receive_bytes(payloads, self._lease_s)
         if np.frombuffer(sums, "<u8").tolist() != [xxh3_64_intdigest(payload) for payload in payloads]:
-            raise ProtocolError("bytes that are not those that were sent: damaged on the way")
+            raise ProtocolError("received bytes differ from their checksums: damaged in transit")
 
     def _payload(self, part: CopyPart) -> memoryview:
         _, group, slot = part
@@ -234,7 +234,7 @@ class SlotLease:
             self._exported_slabs.update({slab.number: (slab, writable) for slab in new})
             reply, _ = self._wire.receive(self._lease_s)
         except OSError as error:
-            raise PeerAbortedError(f"no descriptor left for the client: {error}") from None
+            raise PeerAbortedError(f"no file descriptor for the client: {error}") from None
         except (UnreachableError, ProtocolError) as error:
             self.broken = True
             raise PeerAbortedError(str(error)) from None
@@ -242,7 +242,7 @@ class SlotLease:
             for descriptor in descriptors:
                 os.close(descriptor)
         if reply.get("taken") is not True:
-            raise PeerAbortedError("the client did not want it")
+            raise PeerAbortedError("the client cancelled it")
 
     def _removed_slabs(self) -> list[int]:
         """Return the slabs that this connection has announced and the arena has unmapped; forget them."""
@@ -298,7 +298,7 @@ def serve_transfers(moving: TransferConnection, cache: Cache, lease_s: float) ->
         with suppress(UnreachableError):
             wire.send(error_reply(error), timeout_s=lease_s)
     except UnreachableError as error:
-        _log.debug("a connection ended: %s", error)
+        _log.debug("connection ended: %s", error)
     finally:
         transport.close()
         moving.busy = False
@@ -325,14 +325,14 @@ def _execute(
     moves = op in ("load", "store")
     within = session.rate_limit.count_operation(moves=moves, refusable=moves)
     if session.rate_limit.overdrawn:
-        raise ProtocolError(f"tenant {session.tenant.name!r} asks far more than its operations a second")
+        raise ProtocolError(f"tenant {session.tenant.name!r} far exceeds its operations a second")
     if op == "flush":
         given = message.get("timeout_s")
         report = session.flush(MAX_FLUSH_S if given is None else min(MAX_FLUSH_S, given))
         return {"done": bool(report), "report": describe_report(report)}
     if op == "check":
         if not session.tenant.operator:
-            raise AccessError("an audit tells of all tenants: only an operator may ask for it")
+            raise AccessError("an audit covers all tenants: only an operator may request it")
         return {"faults": cache.check()[:1000]}
     if op == "clear":
         return {"records": session.bound(message).clear()}

@@ -67,9 +67,9 @@ def store_descriptors(cache: Cache, environ: Mapping[str, str] = os.environ) -> 
                 )
         finally:
             os.close(file)
-        _log.info("%d extents are kept for the next process", len(slabs))
+        _log.info("kept host memory for the next process: extents=%d", len(slabs))
     except Exception as error:  # noqa: BLE001  best-effort cleanup: the daemon ends in any case
-        _log.warning("host memory was not kept: %s", str(error))
+        _log.warning("host memory was not kept: cause=%s", str(error))
 
 
 def take_descriptors(environ: MutableMapping[str, str] = os.environ) -> WarmRestart | None:
@@ -97,10 +97,10 @@ def take_descriptors(environ: MutableMapping[str, str] = os.environ) -> WarmRest
             raise ValueError(f"descriptors {sorted(found)}: expected all from 0")
         table = read_file(descriptors.pop(0))
         if not table:
-            raise ValueError("its table was read before")
+            raise ValueError("its table was read already")
     except (ValueError, OSError) as error:
         if found:
-            _log.warning("nothing is taken over from the process before: %s", str(error))
+            _log.warning("nothing is taken over from the previous process: cause=%s", str(error))
         for descriptor in descriptors:
             with suppress(OSError):
                 os.close(descriptor)

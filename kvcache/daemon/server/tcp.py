@@ -120,12 +120,12 @@ def _check_authenticated(settings: DaemonSettings, admission: Admission) -> None
     tokens = admission.tenants is not None and (admission.tenants.tokens or admission.tenants.certificates)
     if not tokens and not settings.tls_client_ca_file:
         raise ConfigError(
-            f"daemon.listen = {settings.listen!r} would let in every client that reaches it: give "
+            f"daemon.listen = {settings.listen!r} accepts any client that reaches it: give "
             "daemon.tenants_file with tokens, or daemon.tls_client_ca_file; or --insecure-loopback, on 127.0.0.1 only"
         )
     if admission.tenants is not None and not admission.tenants.tokens and not settings.tls_client_ca_file:
         raise ConfigError(
-            f"daemon.tenants_file = {admission.path!r}: names certificates, which no client is asked for; give "
+            f"daemon.tenants_file = {admission.path!r}: names client certificates, but the daemon requests none; give "
             "daemon.tls_client_ca_file"
         )
 

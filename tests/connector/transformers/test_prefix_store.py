@@ -171,7 +171,7 @@ def test_sampling_is_not_changed(model_of: Callable[[str], Any], cache: kvcache.
         ({"num_beams": 2}, "generation mode beam_search: expected greedy_search or sample"),
         ({"do_sample": True, "num_return_sequences": 2}, "num_return_sequences above 1"),
         ({"use_cache": False}, "use_cache is False"),
-        ({"position_ids": torch.arange(40)[None]}, "position_ids given: only token ids name a block"),
+        ({"position_ids": torch.arange(40)[None]}, "position_ids given: token ids are required to identify blocks"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
@@ -194,7 +194,7 @@ def test_padding_that_it_does_not_understand(model_of: Callable[[str], Any], cac
     mask = torch.ones_like(prompt)
     mask[1, 30:35] = 0
     assert torch.equal(generate(store, prompt, mask), generate(model, prompt, mask))
-    assert store.declined == "padding that is not on the left"
+    assert store.declined == "expected padding on the left"
     assert cache.stats()["tiers"]["host"]["records"] == 0
 
 

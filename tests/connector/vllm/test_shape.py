@@ -179,7 +179,7 @@ class MambaSpec(FullAttentionSpec):
 
 
 @pytest.mark.parametrize(
-    ("spec", "reason"), [(Scaled(), "would not travel"), (MambaSpec(), "not a matter of whole blocks")]
+    ("spec", "reason"), [(Scaled(), "would not be stored"), (MambaSpec(), "not consist of whole blocks")]
 )
 def test_what_cannot_be_restored_from_blocks_is_refused(spec: Any, reason: str) -> None:
     tensor = filled((BLOCKS, HEADS, TOKENS, 2 * DIM), (0, 1, 2, 3), 1)
