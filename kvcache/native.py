@@ -33,8 +33,8 @@ def available() -> bool:
 @cache
 def _warn_once() -> None:
     warnings.warn(
-        "kvcache._native is not there: expected it to be built when kvcache was installed. All works, slower; "
-        "to have it, install a C++17 compiler and then kvcache again",
+        "kvcache._native is missing: kvcache was installed without a C++17 compiler. Plain Python code runs "
+        "instead, slower. Install a compiler, then kvcache again",
         RuntimeWarning,
         stacklevel=3,
     )

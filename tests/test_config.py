@@ -127,7 +127,7 @@ def test_a_fifth_of_the_disk_whatever_the_cache_holds_already(tmp_path: Path, mo
         ({"host__capacity_bytes": 0}, ("host.capacity_bytes = 0", "keyword", "65536")),
         ({"host__capacity_bytes": "2 gigs"}, ("host.capacity_bytes = '2 gigs'", "2GiB")),
         ({"host__capacity_bytes": 1.5}, ("host.capacity_bytes = 1.5", "integer")),
-        ({"host__capacity_bytes": True}, ("host.capacity_bytes = True", "no size")),
+        ({"host__capacity_bytes": True}, ("host.capacity_bytes = True", "not a size")),
         ({"host__slab_bytes": 5000}, ("host.slab_bytes = 5000", "multiple of 4096")),
         (
             {"host": {"capacity_bytes": "1MiB", "slab_bytes": "2MiB"}},

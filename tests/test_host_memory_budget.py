@@ -126,7 +126,7 @@ def test_one_line_says_what_was_chosen_and_one_how_much_of_a_model_fits(
     first, second = [record.getMessage() for record in told]
     assert first == "host 16 GiB (default: " + _made() + "), nvme 1 GiB with 0 records"
     assert second == (
-        f"org/model: room for {16 * GiB // (2 * MiB + 4096) * 16:,} tokens in host (raw), "
+        f"namespace bound: model=org/model capacity: {16 * GiB // (2 * MiB + 4096) * 16:,} tokens in host (raw), "
         f"{GiB // (MiB + 2 * 4096) * 16:,} tokens in nvme (int8)"
     )
 

@@ -422,4 +422,4 @@ def check_ttl(ttl_s: float | None) -> float | None:
 def check_origin(origin: object | None, *tokens: object | None) -> None:
     """Raise TokenError if a joined request is given tokens: only the request that it joined may add them."""
     if origin is not None and any(rank_shards is not None for rank_shards in tokens):
-        raise TokenError("this request was joined: its tokens are told where it was opened; match without any here")
+        raise TokenError("this request was joined: only its opener gives tokens; call match without arguments")

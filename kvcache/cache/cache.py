@@ -182,7 +182,7 @@ class Cache:
                 self._weigh(bound)
                 self._bound[key] = bound
         if made:
-            _log.info("%s: room for %s", namespace.model, self._fits(bound))
+            _log.info("namespace bound: model=%s capacity: %s", namespace.model, self._fits(bound))
             for call in self.on_bind:
                 call(bound)
         return bound

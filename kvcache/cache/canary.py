@@ -110,7 +110,7 @@ class Canary:
                 )
         except Exception:  # noqa: BLE001  worker thread that must survive
             self._counters.add("canary_blocks", result="failed")
-            _log.exception("a block could not be computed again")
+            _log.exception("a block could not be recomputed")
         finally:
             with self._lock:
                 self._waiting -= 1

@@ -50,7 +50,7 @@ def remove(namespaces: Collection[bytes], index: Index, tier: Tier) -> int:
 
 _MAX_ROUNDS = 3  # for records stored meanwhile
 _PENDING_STORES = "stores"
-_UNKNOWN_OWNER = "no tier knows whose it is: clear it by its id alone"
+_UNKNOWN_OWNER = "no tier has its owner: clear it by its id alone"
 
 _log = logger("kvcache.erase")
 
@@ -120,10 +120,10 @@ class Erasure:
             try:
                 tier.note_owner(namespace, owner)
             except OSError as error:
-                _log.warning("%s: it is not kept whose a namespace is: %s", tier.name, error)
+                _log.warning("%s: the owner of a namespace was not stored: %s", tier.name, error)
                 self._noted.discard(namespace)  # the next binding tries again
             except Exception:  # noqa: BLE001  a cache fault never fails a request
-                _log.exception("%s: it is not kept whose a namespace is", tier.name)
+                _log.exception("%s: the owner of a namespace was not stored", tier.name)
 
     def erase(
         self,
@@ -147,7 +147,7 @@ class Erasure:
             NotFoundError: no namespace known here matches.
         """
         if tenant is None and cache_salt is None and namespace is None:
-            raise ConfigError("which records: expected a tenant, a cache salt, or a namespace")
+            raise ConfigError("no filter: expected a tenant, a cache salt, or a namespace")
         owners, unknown = dict(self._owners), dict[str, str]()
         for tier in self._tiers:
             try:
@@ -166,16 +166,16 @@ class Erasure:
             unowned = [] if by_id_alone else [space for space in found if space not in owners]
             unknown |= dict.fromkeys((f"namespace {space.hex()[:16]}" for space in unowned), _UNKNOWN_OWNER)
             if not selected and not unowned:
-                why = "none is known whose id begins so" if not found else "it is not of that tenant and salt"
+                why = "no namespace has an id with this prefix" if not found else "it has another tenant or salt"
                 ids = [space.hex() for space in known]
                 text = f"namespace {namespace!r:.80}: {why}; see `kvcache ls`"
                 raise NotFoundError.like(text, namespace, [i[: max(8, len(namespace))] for i in ids])
         if not selected and not unknown:
-            raise NotFoundError("no namespace is known that is of this tenant and of this cache salt; see `kvcache ls`")
+            raise NotFoundError("no namespace has both this tenant and this cache salt; see `kvcache ls`")
         erased = self._count(selected) if dry_run else self._kept(selected)
         erased.left = unknown | erased.left
         for name, why in erased.left.items():
-            _log.warning("%d namespaces were to be erased: %s: %s", len(selected), name, why)
+            _log.warning("erasure is incomplete: namespaces=%d %s: %s", len(selected), name, why)
         return erased
 
     def _check(self, owners: Collection[Owner], tenant: str | None, cache_salt: str | None) -> None:
@@ -225,7 +225,7 @@ class Erasure:
         self._wipe()
         for tier in self._tiers:
             if not tier.wipe():
-                erased.left[tier.name] = "not all that is free could be overwritten"
+                erased.left[tier.name] = "some freed space was not overwritten"
             elif tier.name not in erased.left and (reason := _why_remaining(namespaces, tier)):
                 erased.left[tier.name] = reason
         for namespace in set(namespaces) & self._owners.keys():  # still bound here: new records have the same owner

@@ -105,7 +105,7 @@ class Expiry:
                     return
                 self.note([address], expires_ms)
         except Exception:  # noqa: BLE001  worker thread that must survive
-            _log.exception("what ends was not learned")
+            _log.exception("expirations could not be read")
 
     def sweep(self) -> bool:
         """Remove expired records, at most MAX_SWEEP_RECORDS since an engine may wait; True if there are more."""

@@ -124,8 +124,8 @@ def open_lower_tiers(settings: Settings, os_env: OsEnv, served_address: str) -> 
         for path in nvme.directories:
             if file_system(path) == "overlay":
                 _log.warning(
-                    "nvme.path = %r: lies in a container's own layer (overlay), slow and gone with the container; "
-                    "mount a volume there, or give another path",
+                    "nvme.path = %r: in a container's own layer (overlay), slow and deleted with the "
+                    "container; mount a volume there, or give another path",
                     str(path),
                 )
         tiers.append(open_drives(nvme, served_address=served_address, os_env=os_env))
@@ -152,7 +152,7 @@ POLICIES: Mapping[str, type[Policy]] = {"hazard": Hazard, "lru": LRU}
 def policy_of(settings: Settings) -> Policy:
     name = settings.evict.policy
     if name not in POLICIES:
-        raise ConfigError(f"evict.policy = {name!r}: no such policy; there is {', '.join(POLICIES)}")
+        raise ConfigError(f"evict.policy = {name!r}: expected one of {', '.join(POLICIES)}")
     return POLICIES[name]()
 
 

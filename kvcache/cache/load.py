@@ -69,9 +69,9 @@ class Load:
                 failed = self._run()
                 whole = failed is None
             except PeerAbortedError as error:
-                _log.debug("a load ended: %s", error)
+                _log.debug("load ended: %s", error)
             except Exception:  # noqa: BLE001  a cache fault never fails a request
-                _log.exception("a load failed; its blocks are a miss")
+                _log.exception("load failed; its blocks count as misses")
             finally:
                 try:
                     self._account(whole=whole)
@@ -98,7 +98,7 @@ class Load:
                 )
                 self.context.plan.copied(sum(size for size in sizes if size > 0), seconds)
         except Exception:  # noqa: BLE001  a cache fault never fails a request
-            _log.exception("what a load held, or how long it took, is not accounted for")
+            _log.exception("accounting of a load failed")
 
     def _run(self) -> tuple[int, Outcome] | None:
         """The block that ended the prefix, and why; None if all blocks arrived. The last block is not settled yet."""

@@ -98,7 +98,7 @@ class Pins:
 
     def _check_number(self) -> None:
         if len(self._pins) >= MAX_PINS:
-            raise ConfigError(f"{MAX_PINS} prefixes are pinned, and no more can be: `kvcache unpin` one")
+            raise ConfigError(f"{MAX_PINS} prefixes are pinned, the limit: `kvcache unpin` one")
 
     def pinnable_blocks(self, bound: PinnedNamespace, blocks: int) -> int:
         """Of this many leading blocks, those whose records pins can all hold in host memory."""
@@ -142,9 +142,9 @@ class Pins:
             )
             if not self._keep(made):
                 raise ConfigError(
-                    "nothing of this prefix is there to be kept"
+                    "no block of this prefix is cached"
                     if not found
-                    else f"no room for it: pins keep at most 1/{PIN_DIVISOR} of each tier; `kvcache unpin` one"
+                    else f"no capacity: pins hold at most 1/{PIN_DIVISOR} of each tier; `kvcache unpin` one"
                 )
         return made
 
@@ -251,7 +251,7 @@ class Pins:
             held_blocks = pin.blocks if fits and self._keep(pin) else 0
         if held_blocks < blocks:
             here, told = held_blocks * tokens, blocks * tokens
-            _log.warning("pin %d: of %d tokens that the process before kept, %d are kept on", number, told, here)
+            _log.warning("pin %d: previous process held %d tokens, %d continue", number, told, here)
 
     def held_bytes(self) -> dict[str, int]:
         self.sweep()

@@ -72,7 +72,7 @@ class PolicyState:
             result = self._take(bytes(data[:got]))
         except OSError as error:
             result = "failed"
-            _log.warning("%s: %s; the policy begins anew", self._path, error.strerror or error)
+            _log.warning("%s: %s; the policy starts without evidence", self._path, error.strerror or error)
         finally:
             file.close()
         self._counters.add("policy_states", result=result)
@@ -88,14 +88,14 @@ class PolicyState:
         if form + b"\n" != FORMAT:
             return "foreign"
         if sha256(body).hexdigest().encode() != checksum:
-            _log.warning("%s is damaged; the policy begins anew", self._path or FILE_NAME)
+            _log.warning("%s is damaged; the policy starts without evidence", self._path or FILE_NAME)
             return "damaged"
         try:
             state, _, rows = body.partition(b"\n")
             told = json.loads(state)
             used = list(LAST_USE.iter_unpack(b64decode(told.get("used", ""))))
             if not all(isfinite(last) for _, last in used):
-                raise ValueError("a time that is none")
+                raise ValueError("invalid time")
             self._usage_log.recall(used)
             if [told.get(name) for name in ("policy", "bounds", "gaps", "edges")] != _policy_shape(self._index.policy):
                 return "foreign"
@@ -108,7 +108,9 @@ class PolicyState:
             self._index.learn(reused, forgotten)
         except Exception as error:  # noqa: BLE001  boundary to foreign data: intact, but written by another version
             _log.warning(
-                "%s is of another make (%s); the policy begins anew", self._path or FILE_NAME, type(error).__name__
+                "%s has another format (%s); the policy starts without evidence",
+                self._path or FILE_NAME,
+                type(error).__name__,
             )
             return "foreign"
         return "read"

@@ -147,7 +147,7 @@ class Promoter:
             )
         except Exception:  # noqa: BLE001  a cache fault never fails a request
             # without an outcome these records could not be loaded again
-            _log.exception("%s took no reads; %d blocks are a miss", tier.name, len(reads))
+            _log.exception("%s accepted no reads; blocks=%d count as misses", tier.name, len(reads))
             for i in [i for i, settled in enumerate(reported) if not settled]:
                 arrived(i, Outcome.FAILED)
 

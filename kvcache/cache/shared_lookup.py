@@ -121,7 +121,7 @@ class SharedLookup:
         except ClosedError:
             pass  # the cache is closing, so no caller waits for the answer
         except Exception:  # noqa: BLE001  a cache fault never fails a request
-            _log.exception("a lookup in %s failed; what it has is a miss", tier.name)
+            _log.exception("lookup in %s failed; its blocks count as misses", tier.name)
         finally:
             lookup.answered(answer)
             with self._lock:

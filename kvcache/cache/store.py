@@ -49,9 +49,9 @@ class Store:
             try:
                 self._run()
             except PeerAbortedError as error:
-                _log.debug("a store ended: %s", error)
+                _log.debug("store ended: %s", error)
             except Exception:  # noqa: BLE001  a cache fault never fails a request
-                _log.exception("a store failed; its blocks are not kept")
+                _log.exception("store failed; its blocks are dropped")
             finally:
                 self.transfer.settle_rest(0, Outcome.FAILED)
 

@@ -202,7 +202,7 @@ class TierManager:
                     for chain in chains:
                         self._offer(queue, chain, 0, blocks)
                 except Exception:  # noqa: BLE001  a cache fault never fails a request
-                    _log.exception("%s was not offered %d blocks that are used again", queue.tier.name, blocks)
+                    _log.exception("%s was not offered blocks on second use: blocks=%d", queue.tier.name, blocks)
 
         if write_back_queues and blocks:
             self.submit_store(offer, self.executor.submit)
@@ -319,7 +319,7 @@ class TierManager:
         while more:
             more = self._expiry.sweep()
             if not all(ticket.wait(remaining_s()) for ticket in self._expiry.pending_removals()):
-                return ["expired blocks have not left yet"]
+                return ["expired blocks are not removed yet"]
         return []
 
     def close(self, watch: Watch) -> FlushReport:

@@ -140,7 +140,7 @@ class WarmRestart:
             self.capacity_bytes = int(exported["capacity_bytes"])
             self._told = exported
         except Exception as error:  # noqa: BLE001  boundary to foreign data; the drive has its records
-            _log.warning("what was in host memory is not taken over: %s", str(error))
+            _log.warning("host memory is not taken over: cause=%s", str(error))
             self.close()
 
     def close(self) -> None:
@@ -166,20 +166,20 @@ class WarmRestart:
                 try:  # a fault in one slab does not affect the others
                     records += _adopt_slab(cache, slab_info, exported["places"], descriptors.pop(0), alike=alike)
                 except Exception as error:  # noqa: BLE001  boundary to foreign data
-                    _log.warning("an extent of host memory is not taken over: %s", str(error))
+                    _log.warning("an extent of host memory is not taken over: cause=%s", str(error))
             for pin in exported.get("pins", ()):
                 try:
                     cache.pins.recall(pin)
                 except Exception as error:  # noqa: BLE001  boundary to foreign data
-                    _log.warning("a pin is not taken over: %s", str(error))
+                    _log.warning("a pin is not taken over: cause=%s", str(error))
             cache.pins.resume_after(int(exported.get("last_pin", 0)))
             cache.life = str(exported.get("life") or cache.life)
         except Exception as error:  # noqa: BLE001  boundary to foreign data
-            _log.warning("not all that was in host memory is taken over: %s", str(error))
+            _log.warning("a part of host memory is not taken over: cause=%s", str(error))
         for descriptor in descriptors:
             os.close(descriptor)
         used = cache.host.usage().used_bytes
-        _log.info("%d records (%s) taken over from the process before", records, show_bytes(used))
+        _log.info("taken over from the previous process: records=%d size=%s", records, show_bytes(used))
         return records
 
 
@@ -199,7 +199,7 @@ def _adopt_slab(
     region.restore_generations(generations)
     rows = np.frombuffer(slab_info["rows"], RECORD_ROW)
     if len(np.unique(rows["slot"])) < len(rows) or rows["slot"].max(initial=0) >= len(generations):
-        raise ValueError("a slot that is not there, or is there twice")
+        raise ValueError("a slot is missing or listed twice")
     rows = rows[np.argsort(-rows["age"].astype(np.int64), kind="stable")]
     addresses = [_row_address(row, places) for row in rows[["place", "signature", "parent", "parent_known"]].tolist()]
     numbers, sizes, ends = (rows[name].tolist() for name in ("slot", "bytes", "expires_ms"))

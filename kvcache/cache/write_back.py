@@ -263,7 +263,7 @@ class WriteBackQueue:
                     self.tier.name, [a.signature for a in batch], Outcome.FAILED.value, failed=True
                 )
                 self._refuse(batch)
-                _log.exception("writing to %s failed; %d blocks are not kept there", self.tier.name, len(batch))
+                _log.exception("write to %s failed; blocks=%d are dropped there", self.tier.name, len(batch))
             finally:
                 with self._changed:
                     self._end(batch)

@@ -66,7 +66,7 @@ CODECS: dict[str, Callable[[], Codec]] = {"raw": Raw, "zstd": Zstd, "fp8": Fp8, 
 def codec(name: str) -> Codec:
     """Return the codec of that name. Raises ConfigError for an unknown one."""
     if name not in CODECS:
-        raise ConfigError(f"codec = {name!r}: no such codec; there is {', '.join(CODECS)}")
+        raise ConfigError(f"codec = {name!r}: expected one of {', '.join(CODECS)}")
     return CODECS[name]()
 
 

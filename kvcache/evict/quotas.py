@@ -22,9 +22,8 @@ class Quota:
     def __post_init__(self) -> None:
         if not 0 <= self.guaranteed_bytes <= self.quota_bytes:
             raise ValueError(
-                f"a least share of {self.guaranteed_bytes} bytes with a quota of {self.quota_bytes}: "
-                f"expected 0 at least, "
-                f"and the quota at most"
+                f"guaranteed share of {self.guaranteed_bytes} bytes with a quota of {self.quota_bytes}: "
+                "expected 0 to the quota"
             )
 
 

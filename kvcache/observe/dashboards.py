@@ -100,13 +100,13 @@ def _glance() -> Iterator[PanelSpec]:
     asked = rate("asked_tokens")
     yield (
         "Hit rate",
-        "Tokens found, of those asked for, by the nearest tier that had them.",
+        "Share of requested tokens found, by the fastest tier that had them.",
         "percentunit",
         [(f"{rate('hit_tokens', 'tier')} / ignoring (tier) group_left {asked}", "{{tier}}")],
     )
     yield (
         "How full each tier is",
-        "Of what it may hold; tiers that others share are left out.",
+        "Share of its capacity. Shared tiers are not included.",
         "percentunit",
         [(f"{gauge('tier_used_bytes', 'tier')} / ({gauge('tier_capacity_bytes', 'tier')} > 0)", "{{tier}}")],
     )
@@ -233,7 +233,7 @@ ALERTS: Sequence[Alert] = (
         f"increase({_selector('canary_blocks', ('result', 'different'))}[1h]) > 0",
         "0m",
         "critical",
-        "An engine computed a loaded block again, and it is not the same.",
+        "The canary recomputed a loaded block, and the result differs.",
         "Bypass the cache (`kvcache bypass on`); its log names the block.",
     ),
     Alert(
@@ -242,14 +242,14 @@ ALERTS: Sequence[Alert] = (
         "0m",
         "warning",
         "Records in {{ $labels.tier }} failed their check. They were misses, and were removed.",
-        "Look at the drive or the server: `kvcache doctor`, `kvcache check`.",
+        "Check the drive or the server: `kvcache doctor`, `kvcache check`.",
     ),
     Alert(
         "KVCacheTierInTrouble",
         f"{_selector('tier_in_trouble')} > 0",
         "5m",
         "warning",
-        "A part of {{ $labels.tier }} takes no new records.",
+        "A part of {{ $labels.tier }} accepts no new records.",
         "`kvcache stats -o json` names it under `troubles`.",
     ),
     Alert(
@@ -257,8 +257,8 @@ ALERTS: Sequence[Alert] = (
         f"max by (instance, path) ({_selector('bypass')}) > 0",
         "30m",
         "warning",
-        "An operator has taken the cache out of {{ $labels.path }}.",
-        "`kvcache bypass off` restores it.",
+        "An operator bypasses the cache on {{ $labels.path }}.",
+        "`kvcache bypass off` ends the bypass.",
     ),
     Alert(
         "KVCacheLoadsFail",
@@ -266,8 +266,8 @@ ALERTS: Sequence[Alert] = (
         f"> 0.01 * sum by (instance) (rate({_selector('loaded_blocks')}[15m]))",
         "15m",
         "warning",
-        "More than one of a hundred blocks that were promised did not come; engines computed them.",
-        "`kvcache explain` tells of the last; the metric's outcome says what happened.",
+        "More than 1 % of the found blocks did not load; engines computed them.",
+        "`kvcache explain` shows the last one; the metric's outcome label gives the reason.",
     ),
     Alert(
         "KVCacheWritesFail",
@@ -275,23 +275,23 @@ ALERTS: Sequence[Alert] = (
         "15m",
         "warning",
         "Blocks are not written to {{ $labels.tier }}.",
-        "The metric's outcome says why; `kvcache doctor` looks at the tier.",
+        "The metric's outcome label gives the reason; `kvcache doctor` checks the tier.",
     ),
     Alert(
         "KVCacheQueueFull",
         f"sum by (instance, reason) (rate({_selector('drops', ('reason', '~.* queue'))}[15m])) > 0",
         "30m",
         "warning",
-        "More is stored than the tier below can take ({{ $labels.reason }}).",
-        "A faster tier, or one that is written on second use only.",
+        "Stores exceed the rate of a lower tier ({{ $labels.reason }}).",
+        "Use a faster tier, or write it on second use only.",
     ),
     Alert(
         "KVCacheHitsFell",
         f"{_RECENT_HIT_RATE} < 0.25 * {_DAY_HIT_RATE} and {_REQUESTED % '30m'} > 0",
         "30m",
         "warning",
-        "Less than a quarter of the last day's hit rate is found.",
-        "`kvcache stats` tells the reasons of misses, `kvcache explain` those of one prompt.",
+        "The hit rate is below a quarter of the last day's.",
+        "`kvcache stats` shows miss reasons, `kvcache explain` those of one prompt.",
     ),
     Alert(
         "KVCachePlansWrong",
@@ -299,8 +299,8 @@ ALERTS: Sequence[Alert] = (
         f"> 0.2 * sum by (instance) (rate({_selector('planned_seconds')}[1h]))",
         "1h",
         "info",
-        "A fifth of the time of loads and prefills would have been saved by other choices.",
-        "Rates change more than can be followed: is the tier shared with other work?",
+        "Other choices would have saved a fifth of the time of loads and prefills.",
+        "Read rates vary too fast for the plan: check whether the tier is shared with other work.",
     ),
 )
 

@@ -19,10 +19,10 @@ EventKind = Literal["stored", "loaded", "evicted", "dropped", "refused"]
 
 EVENT_KINDS: dict[EventKind, str] = {
     "stored": "taken from an engine's pages into a tier",
-    "loaded": "brought into an engine's pages; the tier is the one that they came from",
-    "evicted": "left a tier to make room; the reason says whether a tier below has them",
-    "dropped": "offered and not kept, by the reason of `drops`; or not written to a tier, by the outcome",
-    "refused": "found in a tier and not given out, by the check that failed",
+    "loaded": "loaded into an engine's pages, by source tier",
+    "evicted": "evicted from a tier; the reason says whether a lower tier has them",
+    "dropped": "offered to a tier and dropped, by the reason of `drops`; or not written, by outcome",
+    "refused": "found in a tier and not loaded, by the check that failed",
 }
 
 _EventKey = tuple[EventKind, str, bytes, RequestContext, str]  # kind, tier, namespace, request, reason

@@ -24,83 +24,96 @@ class Metric:
 METRICS: dict[str, Metric] = {
     m.name: m
     for m in (
-        Metric("requests", "counter", (), "requests that asked for a prefix"),
-        Metric("asked_tokens", "counter", (), "tokens of full blocks asked for, counted when admitted"),
-        Metric("hit_tokens", "counter", ("tier",), "tokens found, by the nearest tier that had them, when admitted"),
-        Metric("loaded_blocks", "counter", ("tier",), "blocks brought into pages, by the tier they came from"),
-        Metric("loaded_bytes", "counter", ("tier",), "bytes brought into pages, by the tier they came from"),
-        Metric("stored_blocks", "counter", (), "blocks taken from pages"),
-        Metric("stored_bytes", "counter", (), "bytes taken from pages"),
-        Metric("misses", "counter", ("reason",), "requests whose prefix ended before its last full block, by reason"),
+        Metric("requests", "counter", (), "requests with a lookup"),
+        Metric("asked_tokens", "counter", (), "requested tokens in full blocks, counted at admission"),
         Metric(
-            "declined", "counter", ("reason",), "requests that a connector let go by uncached; in its engine's metrics"
+            "hit_tokens", "counter", ("tier",), "tokens found, by the fastest tier that had them, counted at admission"
         ),
-        Metric("lookups", "counter", ("answer",), "prompts that a shared tier was asked about, by what came of it"),
-        Metric("missed_tokens", "counter", ("reason",), "tokens of full blocks behind that end, left to compute"),
+        Metric("loaded_blocks", "counter", ("tier",), "blocks loaded into pages, by source tier"),
+        Metric("loaded_bytes", "counter", ("tier",), "bytes loaded into pages, by source tier"),
+        Metric("stored_blocks", "counter", (), "blocks stored from pages"),
+        Metric("stored_bytes", "counter", (), "bytes stored from pages"),
+        Metric("misses", "counter", ("reason",), "requests whose prefix ended before its last full block, by reason"),
+        Metric("declined", "counter", ("reason",), "requests that a connector did not cache; in its engine's metrics"),
+        Metric("lookups", "counter", ("answer",), "lookups in shared tiers, by answer"),
+        Metric(
+            "missed_tokens", "counter", ("reason",), "tokens of full blocks after that end, which the engine computes"
+        ),
         Metric(
             "planned_seconds",
             "counter",
             (),
-            "time that loads took, and computing what they left, where there was a choice",
+            "time of loads and of computing the rest, where the plan had a choice",
         ),
         Metric(
-            "plan_regret_seconds", "counter", (), "of that, what another choice would have saved, as known afterwards"
+            "plan_regret_seconds",
+            "counter",
+            (),
+            "part of that time that another choice would have saved, as known afterwards",
         ),
         Metric(
-            "saved_seconds", "counter", (), "of a trial: time to first tokens that loads would have saved, as estimated"
-        ),
-        Metric("load_failures", "counter", ("outcome",), "blocks promised and not delivered, by outcome: recomputed"),
-        Metric("drops", "counter", ("reason",), "blocks that were offered and not kept, by reason"),
-        Metric("written_blocks", "counter", ("tier",), "blocks written to a tier below host"),
-        Metric("write_failures", "counter", ("tier", "outcome"), "blocks not written to a tier below host"),
-        Metric("encoded_bytes", "counter", ("tier", "codec"), "payload bytes given to a codec; raw: left as they are"),
-        Metric("encoded_stored_bytes", "counter", ("tier", "codec"), "bytes that the codec made of them"),
-        Metric("promoted_blocks", "counter", ("tier",), "blocks brought up into host from a tier below"),
-        Metric(
-            "evicted_blocks", "counter", ("tier", "kept"), "blocks that left a tier; kept: yes where one below has it"
-        ),
-        Metric("expired_blocks", "counter", ("tier",), "blocks whose end had come, which then left a tier"),
-        Metric("refused_records", "counter", ("tier", "check"), "records that failed a check: a miss, never a hit"),
-        Metric(
-            "canary_blocks", "counter", ("result",), "loaded blocks that an engine computed again, by how they compare"
+            "saved_seconds", "counter", (), "observe mode: estimated time to first token that loads would have saved"
         ),
         Metric(
-            "canary_worst", "gauge", (), "largest difference, as a part of the block's largest number", "canary.worst"
+            "load_failures",
+            "counter",
+            ("outcome",),
+            "blocks found and not loaded, by outcome; the engine computes them",
+        ),
+        Metric("drops", "counter", ("reason",), "blocks offered to a tier and dropped, by reason"),
+        Metric("written_blocks", "counter", ("tier",), "blocks written to a lower tier"),
+        Metric("write_failures", "counter", ("tier", "outcome"), "blocks not written to a lower tier"),
+        Metric(
+            "encoded_bytes", "counter", ("tier", "codec"), "payload bytes before encoding, by codec; raw: unchanged"
+        ),
+        Metric("encoded_stored_bytes", "counter", ("tier", "codec"), "bytes after encoding"),
+        Metric("promoted_blocks", "counter", ("tier",), "blocks promoted from a lower tier into host memory"),
+        Metric(
+            "evicted_blocks",
+            "counter",
+            ("tier", "kept"),
+            "blocks evicted from a tier; kept: yes if a lower tier has them",
+        ),
+        Metric("expired_blocks", "counter", ("tier",), "expired blocks removed from a tier"),
+        Metric("refused_records", "counter", ("tier", "check"), "records that failed a check and counted as misses"),
+        Metric("canary_blocks", "counter", ("result",), "loaded blocks that the canary recomputed, by result"),
+        Metric(
+            "canary_worst", "gauge", (), "largest difference, relative to the block's largest value", "canary.worst"
         ),
         Metric("tier_records", "gauge", ("tier",), "records in a tier", "tiers.*.records"),
         Metric("tier_used_bytes", "gauge", ("tier",), "bytes of records in a tier", "tiers.*.used_bytes"),
-        Metric("tier_capacity_bytes", "gauge", ("tier",), "bytes a tier may hold", "tiers.*.capacity_bytes"),
+        Metric("tier_capacity_bytes", "gauge", ("tier",), "capacity of a tier in bytes", "tiers.*.capacity_bytes"),
         Metric(
             "tier_in_trouble",
             "gauge",
             ("tier",),
-            "drives or servers that take no new records now",
+            "drives or servers that accept no new records now",
             "tiers.*.in_trouble",
         ),
         Metric(
             "policy_states",
             "counter",
             ("result",),
-            "the policy's state, read at start and written down, by result",
+            "loads and saves of the policy's state, by result",
         ),
         Metric(
             "curve_hit_rate",
             "gauge",
             ("tier", "times"),
-            "share of tokens that would be found with so many times the tier's memory, from a sample",
+            "estimated hit rate with a multiple of the tier's capacity, from a sample",
             "curve.*.*",
         ),
-        Metric("held_bytes", "gauge", ("tier",), "bytes that requests keep from leaving a tier", "tiers.*.held_bytes"),
-        Metric("pinned_bytes", "gauge", ("tier",), "bytes that an operator keeps in a tier", "tiers.*.pinned_bytes"),
+        Metric("held_bytes", "gauge", ("tier",), "bytes that requests hold in a tier", "tiers.*.held_bytes"),
+        Metric("pinned_bytes", "gauge", ("tier",), "bytes pinned in a tier", "tiers.*.pinned_bytes"),
         Metric(
             "tier_faults",
             "gauge",
             ("tier", "fault"),
-            "what went wrong in a tier that others share since the start, by kind",
+            "faults of a shared tier since the start, by kind",
             "tiers.*.faults.*",
         ),
-        Metric("queued_blocks", "gauge", (), "blocks waiting to be written to a tier below host", "queued_blocks"),
-        Metric("bypass", "gauge", ("path",), "1 while an operator keeps the cache out of this path", "bypass.*"),
+        Metric("queued_blocks", "gauge", (), "blocks that wait to be written to a lower tier", "queued_blocks"),
+        Metric("bypass", "gauge", ("path",), "1 while an operator bypasses the cache on this path", "bypass.*"),
     )
 }
 

@@ -40,7 +40,7 @@ class Settings(Section):
     """All of them. Made by `load`; frozen."""
 
     block_tokens: Annotated[Count, Field(le=65535)] = Field(
-        default=16, description="Tokens in a block, for engines that take it from here; a layout brings its own."
+        default=16, description="Tokens in a block, for engines that read this setting. A layout has its own value."
     )
     host: HostSettings = Field(default_factory=HostSettings)
     nvme: NvmeSettings = Field(default_factory=NvmeSettings)

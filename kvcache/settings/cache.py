@@ -11,12 +11,12 @@ from kvcache.settings.types import Bytes, Count, MiB, Seconds, Section, as_numbe
 
 
 class Tenant(Section):
-    """What a tenant may take of each tier."""
+    """Quota and guaranteed share of a tenant in each tier."""
 
-    host_quota_bytes: Bytes | None = Field(default=None, description="At most, of host memory.")
-    host_guaranteed_bytes: Bytes = Field(default=0, description="Of host memory, what others cannot take from it.")
-    nvme_quota_bytes: Bytes | None = Field(default=None, description="At most, of the drive.")
-    nvme_guaranteed_bytes: Bytes = Field(default=0, description="Of the drive, what others cannot take from it.")
+    host_quota_bytes: Bytes | None = Field(default=None, description="Most bytes of host memory.")
+    host_guaranteed_bytes: Bytes = Field(default=0, description="Guaranteed bytes of host memory.")
+    nvme_quota_bytes: Bytes | None = Field(default=None, description="Most bytes of the NVMe tier.")
+    nvme_guaranteed_bytes: Bytes = Field(default=0, description="Guaranteed bytes of the NVMe tier.")
 
     @model_validator(mode="before")
     @classmethod
@@ -41,63 +41,67 @@ class Tenant(Section):
 
 
 class EvictSettings(Section):
-    """Who leaves a full tier."""
+    """Eviction: the policy, the miss-ratio curve and tenants' quotas."""
 
-    policy: Literal["hazard", "lru"] = Field(default="hazard", description="`hazard`: expected use. `lru`: last use.")
+    policy: Literal["hazard", "lru"] = Field(
+        default="hazard", description="`hazard` ranks blocks by expected use, `lru` by last use."
+    )
     mrc_samples: Annotated[int, BeforeValidator(as_number), Field(ge=0, le=1 << 20)] = Field(
         default=2048,
-        description="Blocks that stand for a tier where it is told what more memory would find "
-        "(`kvcache stats --curve`). 0: it is not told.",
+        description="Sampled blocks per tier for the miss-ratio curve (`kvcache stats --curve`). 0 disables the curve.",
     )
     tenants: Annotated[dict[str, Tenant], BeforeValidator(as_table)] = Field(
         default_factory=dict,
-        description="By tenant, what it may take at most (`host_quota_bytes`, `nvme_quota_bytes`), and what others "
-        "cannot take from it (`host_guaranteed_bytes`, `nvme_guaranteed_bytes`): a table each, or all of them as JSON.",
+        description="By tenant, its quotas (`host_quota_bytes`, `nvme_quota_bytes`) and guaranteed shares "
+        "(`host_guaranteed_bytes`, `nvme_guaranteed_bytes`): one table per tenant, or all of them as JSON.",
     )
 
 
 class FlowSettings(Section):
-    """What moves between tiers, and when."""
+    """Movement of blocks between tiers."""
 
-    queue_blocks: Count = Field(default=4096, description="Blocks being demoted, beyond which more are dropped.")
-    threads: Count = Field(default=2, description="Threads that move blocks between tiers.")
+    queue_blocks: Count = Field(
+        default=4096,
+        description="Most blocks that wait to be written to a lower tier. Further blocks are dropped and counted.",
+    )
+    threads: Count = Field(default=2, description="Threads that copy blocks between pages and host memory.")
     deadline_s: Seconds = Field(
-        default=2.0, description="After so long a block that has not come is a miss, unless the request says otherwise."
+        default=2.0, description="Deadline of a load. Later blocks are misses. A request can override it."
     )
     lookup_timeout_s: Seconds = Field(
-        default=0.5, description="After so long a shared tier that has not said what it has of a prompt has nothing."
+        default=0.5, description="Deadline of a lookup in a shared tier. A later answer counts as a miss."
     )
     known_blocks: Count = Field(
-        default=1 << 18, description="Blocks of a shared tier to remember, at about 100 bytes of memory each."
+        default=1 << 18, description="Most blocks of a shared tier in the index, at about 100 bytes of memory each."
     )
 
 
 class PlanSettings(Section):
-    """Whether what was found is loaded, or computed again because that is sooner."""
+    """The load plan: loads a block only if that is faster than recomputation."""
 
     enabled: bool = Field(
         default=True,
-        description="Load only what comes sooner than the engine would compute it, by rates measured here. Without "
-        "effect until the engine tells what computing takes.",
+        description="Load a block only if that is expected to be faster than recomputation, by measured rates. Has no "
+        "effect until the engine reports its compute rate.",
     )
 
 
 class ExplainSettings(Section):
-    """What is remembered of the prompts that were asked for, so that a person can ask why one was not found."""
+    """Recent requests, from which `kvcache explain` finds why a prompt was not found."""
 
     memory_bytes: Bytes = Field(
         default=32 * MiB,
-        description="Memory for their token ids and signatures, the newest of them. 0: none are kept, and it cannot be "
-        "said where two prompts part.",
+        description="Memory for token ids and signatures of recent requests. 0 keeps none, so that `kvcache explain` "
+        "cannot show where prompts diverge.",
     )
 
 
 class CanarySettings(Section):
-    """Loaded blocks that the engine computes again, where it offers to, to compare them with what was loaded."""
+    """The canary: an engine recomputes some loaded blocks, and the cache compares both."""
 
     sample_rate: Annotated[int, BeforeValidator(as_number), Field(ge=0, le=1 << 30)] = Field(
         default=0,
-        description="One loaded block in so many is computed again, which costs what computing costs. 0: none.",
+        description="The canary recomputes one of this many loaded blocks. 0 disables it.",
     )
 
 
@@ -114,27 +118,26 @@ class WarmSettings(Section):
     )
     hot: Annotated[int, BeforeValidator(as_number), Field(ge=0, le=256)] = Field(
         default=0,
-        description="So many of the chains that the fleet uses most are fetched when an engine binds its namespace.",
+        description="Number of the fleet's most used prefixes to fetch when an engine binds its namespace.",
     )
     max_bytes: Bytes = Field(
         default=1 << 60,
-        description="Bytes that are brought near at most; half of host memory in any case.",
+        description="Most bytes that the warm-up fetches, and at most half of host memory.",
     )
     before_ready: bool = Field(
-        default=False, description="Whether readiness (`/readyz`) waits for all of this, `warm.deadline_s` at most."
+        default=False, description="Whether readiness (`/readyz`) waits for the warm-up, at most `warm.deadline_s`."
     )
-    deadline_s: Seconds = Field(default=600.0, description="After so long warming up ends, whatever is left.")
+    deadline_s: Seconds = Field(default=600.0, description="Time limit of the warm-up.")
     lease_s: Seconds = Field(
         default=10.0,
-        description="For so long a node that died keeps the others from the prompt it was to compute; one that lives "
-        "renews its lease.",
+        description="Lease on a prompt. Another node computes it if the lease ends; a live node renews its lease.",
     )
     heat: bool = Field(
-        default=True, description="Whether this node tells the fleet which chains its requests found, for `hot`."
+        default=True, description="Whether this node publishes the use counts of its prefixes, for `hot`."
     )
-    popularity_interval_s: Seconds = Field(default=30.0, description="How often it tells.")
+    popularity_interval_s: Seconds = Field(default=30.0, description="Interval between publications.")
     popularity_half_life_s: Seconds = Field(
-        default=3600.0, description="After so long a use counts half. The same on every node."
+        default=3600.0, description="Half-life of a use. Every node needs the same value."
     )
 
 
@@ -146,7 +149,7 @@ class IdentitySettings(Section):
 
     read_every_byte: bool = Field(
         default=False,
-        description="Read all bytes of the weights instead of a sample. The sample misses a change of a few weights "
-        "that lies between its pieces; reading everything takes as long as the drive and SHA-256 take. Engines that "
-        "share blocks need the same value.",
+        description="Hash all bytes of the weights instead of a sample. A sample can miss a change of a few weights. "
+        "Hashing all bytes takes as long as the drive and SHA-256 take. Engines that share blocks need the "
+        "same value.",
     )

@@ -42,8 +42,9 @@ def _host_capacity() -> int:
 def write_mode() -> Any:
     return Field(
         default="write_through",
-        description="When a block goes there: `write_through`, soon after it is stored; `write_back`, when it leaves "
-        "host memory; `on_second_use`, when it is used again; `off`, never: what is there is read.",
+        description="When blocks are written to the tier. `write_through`: after the store. `write_back`: at "
+        "eviction from host memory. `on_second_use`: at the second use. `off`: never; existing blocks "
+        "are read.",
     )
 
 
@@ -58,7 +59,7 @@ class HostSettings(Section):
 
     capacity_bytes: Annotated[int, BeforeValidator(as_size), Field(ge=64 * KiB, le=1 << 60)] = Field(
         default_factory=_host_capacity,
-        description="Memory of the arena.",
+        description="Size of the arena.",
         json_schema_extra=computed_default(
             "a quarter of what the machine or cgroup allows, shared by all caches of this user and by all ranks of a "
             "node, or half of what is free if that is less"
@@ -70,7 +71,7 @@ class HostSettings(Section):
         json_schema_extra=computed_default("256 MiB, or an eighth of the capacity if that is less"),
     )
     verify_arena: bool = Field(
-        default=False, description="Compare payload checksums on reads from the arena too, not only below it."
+        default=False, description="Verify payload checksums on reads from host memory too, not only from lower tiers."
     )
 
     @model_validator(mode="after")
@@ -93,23 +94,23 @@ def _nvme_capacity(data: dict[str, Any]) -> int:
 
 
 class NvmeSettings(Section):
-    """A local drive: segment files and a journal, there again after a restart."""
+    """A local drive: segment files and a journal, readable again after a restart."""
 
-    enabled: bool = Field(default=True, description="Whether there is this tier.")
+    enabled: bool = Field(default=True, description="Whether the cache has this tier.")
     path: Annotated[Path, BeforeValidator(as_directory)] = Field(
         default_factory=_nvme_path,
-        description="Directory of the tier, for this process alone. Made where it is missing.",
+        description="Directory of the tier. One process uses it at a time. The cache creates it if it is missing.",
         json_schema_extra=computed_default("`nvme` in $KVCACHE_DIR, else `kvcache/nvme` in the user's cache directory"),
     )
     paths: Annotated[tuple[Path, ...], BeforeValidator(as_directories)] = Field(
         default=(),
-        description="Directories on several drives, one on each, instead of `path`: blocks are spread by key, "
-        "and each takes an equal part of the capacity. A list, or one text with colons between.",
+        description="Directories on several drives, one on each, instead of `path`. Blocks are spread by key, and each "
+        "directory has an equal part of the capacity. A list, or one text separated by colons.",
     )
     capacity_bytes: Bytes = Field(
         default_factory=_nvme_capacity,
-        description="Disk room that the tier may take, journal included. "
-        "To be given where the directory lies in memory (tmpfs), which is refused otherwise.",
+        description="Disk space of the tier, journal included. Required if the directory is in memory (tmpfs), which "
+        "is refused otherwise.",
         json_schema_extra=computed_default("a fifth of what its file system has free without it, at least 256 MiB"),
     )
     segment_bytes: Pages = Field(
@@ -119,22 +120,20 @@ class NvmeSettings(Section):
     )
     durability: Literal["block", "batch", "none"] = Field(
         default="batch",
-        description="When a block is forced to the medium: `block`, before it can be found; "
-        "`batch`, with others soon after; `none`, when the system likes.",
+        description="When a block is synced to the medium. `block`: before it can be found. `batch`: with others soon "
+        "after. `none`: when the operating system writes it.",
     )
     codec: Literal["raw", "zstd", "fp8", "int8"] = Field(
         default="raw",
-        description="How records are kept: `raw`, as they are; `zstd`, smaller and exact (`kvcache-tiers[zstd]`); "
-        "`fp8`, `int8`, half or a quarter of the size, with the loss that docs/codecs.md bounds.",
+        description="Encoding of records. `raw`: unchanged. `zstd`: lossless compression (`kvcache-tiers[zstd]`). "
+        "`fp8`, `int8`: half or a quarter of the size, with the loss that docs/codecs.md bounds.",
     )
     write: WriteMode = write_mode()
     threads: Count = Field(default=4, description="Threads that read and write.")
     queue_bytes: Annotated[int, BeforeValidator(as_size), Field(ge=1, le=1 << 60)] = Field(
-        default=256 * MiB, description="Bytes waiting to be written, beyond which writes are dropped and counted."
+        default=256 * MiB, description="Most bytes that wait to be written. Further writes are dropped and counted."
     )
-    min_free_bytes: Bytes = Field(
-        default=GiB, description="Room on the file system that the tier leaves to others, whatever its capacity."
-    )
+    min_free_bytes: Bytes = Field(default=GiB, description="Free space that the tier leaves on the file system.")
 
     @model_validator(mode="after")
     def _fits(self) -> NvmeSettings:
@@ -143,8 +142,8 @@ class NvmeSettings(Section):
         memory = [path for path in self.directories if is_memory_backed(path)]
         if "capacity_bytes" not in self.model_fields_set and memory:
             raise ConfigError(
-                f"nvme.path = {str(memory[0])!r}: lies in memory (tmpfs), not on a disk; give another path, "
-                "or nvme.capacity_bytes as well if that is what you want, or nvme.enabled = false"
+                f"nvme.path = {str(memory[0])!r}: in memory (tmpfs), not on a disk; give another path, or give "
+                "nvme.capacity_bytes too if this is intended, or set nvme.enabled = false"
             )
         check_at_most("nvme.segment_bytes", self.segment_bytes, "nvme.capacity_bytes", self.capacity_bytes)
         return self
@@ -155,56 +154,53 @@ class NvmeSettings(Section):
 
 
 class RedisSettings(Section):
-    """A Redis or Valkey server that a fleet shares. One that is away is a miss until it is there."""
+    """A Redis or Valkey server that a fleet shares. While it does not answer, each lookup is a miss."""
 
-    enabled: bool = Field(default=False, description="Whether there is this tier.")
+    enabled: bool = Field(default=False, description="Whether the cache has this tier.")
     mode: Literal["standalone", "sentinel", "cluster"] = Field(
         default="standalone",
-        description="What `url` names: a server; sentinels, which know which server is the master; or some servers of "
-        "a Redis Cluster.",
+        description="What `url` names: one server; sentinels of a master; or some servers of a Redis Cluster.",
     )
     url: str = Field(
         default="redis://127.0.0.1:6379/0",
-        description="`redis://HOST:PORT/DB`, `rediss://...` (TLS) or `unix:///PATH?db=0`; several hosts with commas "
-        "between them. The password comes from `redis.password_file` or the variable KVCACHE_REDIS_PASSWORD, never "
-        "from here.",
+        description="`redis://HOST:PORT/DB`, `rediss://...` (TLS) or `unix:///PATH?db=0`; separate several hosts by "
+        "commas. Give the password in `redis.password_file` or the variable KVCACHE_REDIS_PASSWORD, never here.",
     )
-    master: str = Field(default="mymaster", description="What sentinels call the master.")
-    username: str = Field(default="", description="The user (ACL) to come in as; nothing for the default one.")
+    master: str = Field(default="mymaster", description="Name of the master in the sentinels' configuration.")
+    username: str = Field(default="", description="User name (ACL). Empty: the default user.")
     password_file: str = Field(
-        default="", description="A file that holds the password; read for each connection, so that it can be changed."
+        default="", description="File with the password. Each connection reads it again, so that it can be changed."
     )
     sentinel_password_file: str = Field(
         default="",
-        description="The same for the sentinels, who are no server's users; without it, the variable "
-        "KVCACHE_REDIS_SENTINEL_PASSWORD, or none.",
+        description="The same for the sentinels. Empty: the variable KVCACHE_REDIS_SENTINEL_PASSWORD, or no password.",
     )
-    tls_ca_file: str = Field(
-        default="", description="Whom to trust over TLS; nothing for those whom the system trusts."
+    tls_ca_file: str = Field(default="", description="CA certificates for TLS. Empty: those of the system.")
+    tls_cert_file: str = Field(default="", description="Client certificate, if the server requires one.")
+    tls_key_file: str = Field(default="", description="Key of the client certificate.")
+    prefix: str = Field(
+        default="kvcache", description="Prefix of every key. Caches with different prefixes share nothing."
     )
-    tls_cert_file: str = Field(default="", description="Our own certificate, where the server wants one.")
-    tls_key_file: str = Field(default="", description="The key of our own certificate.")
-    prefix: str = Field(default="kvcache", description="Begins every key: what has another one stands apart.")
     part_bytes: Annotated[int, BeforeValidator(as_size), Field(ge=256 * KiB, le=16 * MiB, multiple_of=256 * KiB)] = (
         Field(default=4 * MiB, description="A longer payload is split into parts of this size. A multiple of 256 KiB.")
     )
     expire_s: Annotated[float, BeforeValidator(as_number), Field(ge=0, allow_inf_nan=False)] = Field(
-        default=0, description="After so long a record goes; 0: when the server evicts it."
+        default=0, description="Expiry of a record. 0: none; the server evicts it."
     )
     part_expire_s: Annotated[float, BeforeValidator(as_number), Field(ge=1, allow_inf_nan=False)] = Field(
-        default=86_400, description="After so long the parts of a long record go in any case."
+        default=86_400, description="Expiry of the parts of a split record, even if `expire_s` is 0."
     )
     write: WriteMode = write_mode()
     connections: Count = Field(default=4, description="Connections to each server, with a thread for each.")
     queue_bytes: Annotated[int, BeforeValidator(as_size), Field(ge=1, le=1 << 60)] = Field(
-        default=256 * MiB, description="Bytes waiting to be written, beyond which writes are dropped and counted."
+        default=256 * MiB, description="Most bytes that wait to be written. Further writes are dropped and counted."
     )
     signing_key_file: str = Field(
         default="",
-        description="A file with a key a line, 64 or more hexadecimal digits: what is written is signed with the first "
-        "one, and what none of them signed is a miss.",
+        description="File with one key per line, 64 or more hexadecimal digits. Writes are signed with the first key. "
+        "Records that none of the keys signed are misses.",
     )
-    timeout_s: Seconds = Field(default=5.0, description="What any call to the server may take at most.")
+    timeout_s: Seconds = Field(default=5.0, description="Longest call to the server.")
 
     @model_validator(mode="after")
     def _keeps_secrets(self) -> RedisSettings:
@@ -220,49 +216,48 @@ class RedisSettings(Section):
 
 
 class ObjectSettings(Section):
-    """An object store that a fleet shares, behind Redis where there is one (`kvcache-tiers[object]`)."""
+    """An object store that a fleet shares, the tier after Redis (`kvcache-tiers[object]`)."""
 
-    enabled: bool = Field(default=False, description="Whether there is this tier.")
+    enabled: bool = Field(default=False, description="Whether the cache has this tier.")
     url: str = Field(
         default="",
         description="`s3://BUCKET`, `gs://BUCKET`, `az://ACCOUNT/CONTAINER`, or `file:///DIRECTORY`, local or NFS. "
-        "Credentials come from the environment, as the store's own tools have them, or from "
-        "`object.credentials_file`, never from here.",
+        "Give credentials in the environment, as for the store's own tools, or in "
+        "`object.credentials_file`, never here.",
     )
     endpoint: str = Field(
         default="",
-        description="Where the store is, if not at the address of its kind: `http://HOST:PORT` or `https://...` of "
-        "another server that speaks S3, or of an emulator.",
+        description="Address of an S3-compatible server or of an emulator, `http://HOST:PORT` or `https://...`. "
+        "Empty: the provider's own.",
     )
-    region: str = Field(default="", description="The region of the bucket, where the environment does not say it.")
+    region: str = Field(default="", description="Region of the bucket. Empty: from the environment.")
     credentials_file: str = Field(
         default="",
-        description="A file with `name = value` a line, given to the store as they are: `access_key_id`, "
+        description="File with one `name = value` per line, passed to the store's client: `access_key_id`, "
         "`secret_access_key`, ...",
     )
-    prefix: str = Field(default="kvcache", description="Begins every object's name: what has another one stands apart.")
+    prefix: str = Field(
+        default="kvcache", description="Prefix of every object name. Caches with different prefixes share nothing."
+    )
     pack_bytes: Annotated[int, BeforeValidator(as_size), Field(ge=1 * MiB, le=1 << 30)] = Field(
-        default=16 * MiB, description="Records of a chain that are written together lie in one object, up to this size."
+        default=16 * MiB, description="Largest object. Records of a chain that are written together share an object."
     )
     refresh_s: Annotated[float, BeforeValidator(as_number), Field(ge=0, allow_inf_nan=False)] = Field(
         default=30.0,
-        description="How often the store is asked to list what is there. What goes on where a known prefix ends is "
-        "found between as well.",
+        description="Least time between two listings. Continuations of a known prefix are found without a listing.",
     )
     write: WriteMode = write_mode()
     connections: Count = Field(default=8, description="Threads that read and write.")
     queue_bytes: Annotated[int, BeforeValidator(as_size), Field(ge=1, le=1 << 60)] = Field(
-        default=256 * MiB, description="Bytes waiting to be written, beyond which writes are dropped and counted."
+        default=256 * MiB, description="Most bytes that wait to be written. Further writes are dropped and counted."
     )
     signing_key_file: str = Field(default="", description="As `redis.signing_key_file`.")
-    timeout_s: Seconds = Field(
-        default=10.0, description="What any call to the store may take at most, with the retries in it."
-    )
+    timeout_s: Seconds = Field(default=10.0, description="Longest call to the store, retries included.")
 
     @model_validator(mode="after")
     def _is_somewhere(self) -> ObjectSettings:
         if self.enabled and not self.url:
-            raise ConfigError("object.url: nothing is given; expected s3://BUCKET, gs://, az:// or file:///DIRECTORY")
+            raise ConfigError("object.url is empty: expected s3://BUCKET, gs://, az:// or file:///DIRECTORY")
         if "@" in self.url or "?" in self.url:
             raise ConfigError(
                 "object.url: holds credentials; give them in object.credentials_file or in the environment"
@@ -275,11 +270,11 @@ class EncryptionSettings(Section):
 
     key_file: str = Field(
         default="",
-        description="A file with a key a line, 64 hexadecimal digits: what goes below host is encrypted with the first "
-        "one (AES-256-GCM), and what any of them encrypted is read. Nothing: as it is.",
+        description="File with one key per line, 64 hexadecimal digits. Records in lower tiers are encrypted with the "
+        "first key (AES-256-GCM) and decrypted with any of them. Empty: no encryption.",
     )
     accept_unencrypted: bool = Field(
         default=False,
-        description="With keys, read records that are not encrypted as well: while those from before are still there. "
-        "Otherwise they are a miss, and left alone.",
+        description="Read unencrypted records too, while older ones exist. Otherwise they are misses and are not "
+        "removed.",
     )

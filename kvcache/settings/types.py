@@ -28,7 +28,7 @@ def parse_bytes(value: int | str) -> int:
         return value
     form = _FORM.fullmatch(value) if isinstance(value, str) else None
     if form is None or (form[3] and not form[2]):
-        raise ValueError(f"{value!r} is no size; write bytes as a number, or 512MiB, 2GiB, 1.5TB")
+        raise ValueError(f"{value!r} is not a size; write bytes as a number, or 512MiB, 2GiB, 1.5TB")
     unit = (form[2] or form[4] or "").lower()
     base = 1000 if form[2] and not form[3] else 1024
     return int(Decimal(form[1]) * base ** _POWER[unit])
@@ -50,7 +50,7 @@ def parse_seconds(text: str) -> float:
     """Return the seconds of a time with a unit. Raises ValueError for other text."""
     form = _TIME.fullmatch(text)
     if form is None:
-        raise ValueError(f"{text!r} is no time; write a number and its unit: 90s, 30min, 12h, 7d, 2w")
+        raise ValueError(f"{text!r} is not a time; write a number and its unit: 90s, 30min, 12h, 7d, 2w")
     return float(form[1]) * _SECONDS[form[2]]
 
 

@@ -366,7 +366,7 @@ class QueuedTier(TierDefaults, ABC):
                         self._execute(part)
             except Exception as error:  # noqa: BLE001  worker thread that must survive
                 self._count_defect()
-                self._log.exception("%s tier: a defect", self.name)
+                self._log.exception("%s tier: unexpected error", self.name)
                 self._settle_rest(piece, Outcome.FAILED, type(error).__name__)
             with self._lock:
                 self._writing.pop(piece, None)

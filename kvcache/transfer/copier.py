@@ -162,7 +162,7 @@ class CopierRegistry:
             copier.pinned.add(memory)
         except KVCacheError as error:
             if not self._logged_devices:
-                _log.warning("%s; copies work all the same, slower", error)
+                _log.warning("%s; copies are slower", error)
             self._logged_devices = True
         else:
             self._pinned.add((index, identity))

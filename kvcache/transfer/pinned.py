@@ -96,7 +96,7 @@ def _limit(size_bytes: int) -> str:
     """Return the advice for an error text, by this process's limit of locked memory."""
     limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
     if limit == resource.RLIM_INFINITY or limit >= size_bytes:
-        return "the locked-memory limit allows it: is so much memory free? Give less host.capacity_bytes"
+        return "the locked-memory limit allows it: check the free memory, or give less host.capacity_bytes"
     return (
         f"the locked-memory limit is {show_bytes(limit)}: raise it (`ulimit -l unlimited`, LimitMEMLOCK=infinity of a "
         "systemd unit, --ulimit memlock=-1 of a container)"

@@ -117,7 +117,7 @@ def test_what_of_a_pin_is_not_kept_on_is_said(
     successor = make(extents=extents)
     taken(successor, *left(old))
     assert [pin["tokens"] for pin in told(successor)] == [kept_on]
-    assert ("pin 1: of 16 tokens that the process before kept, 8 are kept on" in caplog.text) == (kept_on < 16)
+    assert ("pin 1: previous process held 16 tokens, 8 continue" in caplog.text) == (kept_on < 16)
 
 
 def test_one_of_which_nothing_came_is_said(make: Callable[..., Cache], caplog: pytest.LogCaptureFixture) -> None:
@@ -127,7 +127,7 @@ def test_one_of_which_nothing_came_is_said(make: Callable[..., Cache], caplog: p
     successor = make()
     assert taken(successor, changed(table, lambda told: told["extents"][0].update(slot_bytes=1)), descriptors) == 0
     assert told(successor) == []
-    assert "pin 1: of 16 tokens that the process before kept, 0 are kept on" in caplog.text
+    assert "pin 1: previous process held 16 tokens, 0 continue" in caplog.text
 
 
 def test_no_number_comes_twice(make: Callable[..., Cache]) -> None:

@@ -296,7 +296,7 @@ def test_models_without_end_do_not_get_around_a_share(caplog: pytest.LogCaptureF
 
 
 def test_limits_that_contradict_themselves_are_refused() -> None:
-    with pytest.raises(ValueError, match="quota at most"):
+    with pytest.raises(ValueError, match="to the quota"):
         Quota(quota_bytes=1, guaranteed_bytes=2)
     quotas = Quotas()
     quotas.set("a", "host", Quota(5))

@@ -127,7 +127,7 @@ def test_a_prefix_is_pinned_by_its_name_by_a_request_and_by_its_tokens(cache: Ca
 def test_an_unknown_prefix_is_refused(cache: Cache, kv: Any) -> None:
     for argument, expected, says in (
         ("00" * 8, 1, "no recent prompt"),
-        ("[1, 2]", 2, "nothing of this prefix"),
+        ("[1, 2]", 2, "no block of this prefix"),
         ("a prompt", 2, "--model"),
     ):
         code, _, err = kv("pin", argument)

@@ -120,7 +120,7 @@ def test_the_table_says_the_same(monkeypatch, capsys, tmp_path: Path):
         (("--layers", "8", "--heads", "8", "--dtype", "int3"), "dtype 'int3'"),
         (("/nowhere/at/all",), "No such file"),
         ((".", "--layers", "8"), "give one or the other"),
-        (("--layers", "8", "--heads", "8", "--hbm", "much"), "'much' is no size"),
+        (("--layers", "8", "--heads", "8", "--hbm", "much"), "'much' is not a size"),
         (("--layers", "8", "--heads", "8", "--tokens", "0"), "--tokens"),
     ],
 )

@@ -80,9 +80,9 @@ class Refusing(LocalDisk):
     [
         (errno.EACCES, "permission to write there or choose another directory"),
         (errno.EROFS, "remount it or choose another directory"),
-        (errno.ENOSPC, "free some room or choose another directory"),
+        (errno.ENOSPC, "free space or choose another directory"),
         (errno.ENOTDIR, "choose a directory"),
-        (errno.EIO, "see whether the drive is well"),
+        (errno.EIO, "check the drive"),
     ],
 )
 def test_a_directory_that_cannot_be_used_is_one_line(store: Open, number: int, advice: str) -> None:

@@ -109,7 +109,7 @@ def test_a_store_whose_journal_is_well_is_left_alone(store: Open, tmp_path: Path
     write(tier, BLOCKS)
     tier.close()
     before = {path.name: path.read_bytes() for path in (tmp_path / "store").iterdir()}
-    with pytest.raises(StoreError, match="its journal is well"):
+    with pytest.raises(StoreError, match="its journal is intact"):
         rebuild(str(tmp_path / "store"))
     assert {path.name: path.read_bytes() for path in (tmp_path / "store").iterdir()} == before
 

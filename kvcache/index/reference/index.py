@@ -296,7 +296,7 @@ class ReferenceIndex(AuditedIndex):
             valid = len(words) >= 4 and not (self.clock or self._nodes or len(self._ghosts)) and words[3] < 1 << 39
             bins, gaps = [word >> 56 for word in words[4:]], [word >> 48 + USES_BITS & 7 for word in words[4:]]
             if not valid or max(bins, default=0) >= len(self._ages.edges) or max(gaps, default=0) > self._gaps:
-                raise ValueError("what another index told is no use to this one, or it is not new")
+                raise ValueError("the state does not fit this index, or the index is not new")
             self._ghosts.secret, self.clock, self._recalling = tuple(words[:3]), words[3], True
             self._ages.begin(self.clock)
             for word, b in zip(words[4:], bins, strict=True):
@@ -386,7 +386,7 @@ class ReferenceIndex(AuditedIndex):
             for name in block_names(place, signatures):
                 node = self._nodes.get(name)
                 if node is None or not node.holds:
-                    raise ValueError("release of a block that is not held: give back what `hold` took, once")
+                    raise ValueError("release of a block that is not held: release each hold once")
                 node.holds -= 1
                 self._orders.enter(node, self._cost_class(node.name))
                 self._forget(node)

@@ -121,7 +121,7 @@ class Region:
             ValueError: the region is not shared.
         """
         if self.descriptor is None:
-            raise ValueError("a region of this process alone: expected a shared one")
+            raise ValueError("the region is private to this process: expected a shared one")
         self.is_exported = True
         if writable:
             return os.dup(self.descriptor)
@@ -174,11 +174,11 @@ def _adopt_file(descriptor: int, size_bytes: int) -> tuple[int, mmap.mmap]:
         if found.st_size < size_bytes or found.st_uid != os.geteuid() or found.st_mode & 0o077:
             raise ValueError(f"a file of {found.st_size} bytes, user {found.st_uid}: expected {size_bytes} of our own")
         if fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & _SEALS != _SEALS:
-            raise ValueError("a file that somebody may cut short")
+            raise ValueError("the file is not sealed against truncation")
         return descriptor, mmap.mmap(descriptor, found.st_size)
     except (OSError, ValueError) as error:
         os.close(descriptor)
-        raise ValueError(f"no extent: {error}") from None
+        raise ValueError(f"invalid extent: {error}") from None
 
 
 def huge_pages_free() -> int:

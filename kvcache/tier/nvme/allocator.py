@@ -233,7 +233,7 @@ class Allocator:
             if (s.live, s.quarantined) != (len(filled), len(held) - len(filled)):
                 faults.append(f"nvme: segment {s.number}: counts {s.live} records, {len(filled)} are there")
         unknown = places.keys() - self.segments.keys()
-        faults += [f"nvme: records in segment {number}, which is not there" for number in sorted(unknown)]
+        faults += [f"nvme: records in segment {number}, which does not exist" for number in sorted(unknown)]
         for size_class in self.size_classes.values():
             free = sum(len(s.free) for s in size_class.segments.values())
             if free != size_class.free:

@@ -180,7 +180,7 @@ async def _values(path: str, on_progress: ProgressCallback) -> AsyncIterator[Any
     unpacker = msgpack.Unpacker(max_buffer_size=_MAX_RECORD_BYTES)
     async with aiofiles.open(path, "rb") as file:
         if await file.read(len(MAGIC)) != MAGIC:
-            raise StoreError(f"archive {path}: does not begin with {MAGIC!r}; it is none")
+            raise StoreError(f"archive {path}: does not begin with {MAGIC!r}; expected an archive")
         while data := await file.read(_READ_BYTES):
             unpacker.feed(data)
             on_progress(len(data))

@@ -88,7 +88,9 @@ class Catalog:
             self.allocator.forget(missing_segments[-1])
         if contents.damaged:
             self.counters.add("journal_damaged")
-            log.warning("nvme directory %s: %s is damaged; what follows is gone", self.directory.path, contents.damaged)
+            log.warning(
+                "nvme directory %s: %s is damaged; later entries are lost", self.directory.path, contents.damaged
+            )
             self.checkpoint()
         else:
             self.counters.add("journal_torn", int(contents.torn > 0))

@@ -25,8 +25,8 @@ _ADVICE = {
     errno.EACCES: "give this user permission to write there or choose another directory",
     errno.EPERM: "give this user permission to write there or choose another directory",
     errno.EROFS: "the file system is read-only: remount it or choose another directory",
-    errno.ENOSPC: "the file system is full: free some room or choose another directory",
-    errno.EDQUOT: "the quota is used up: free some room or choose another directory",
+    errno.ENOSPC: "the file system is full: free space or choose another directory",
+    errno.EDQUOT: "the quota is exceeded: free space or choose another directory",
     errno.ENOTDIR: "choose a directory",
     errno.EEXIST: "choose a directory",
 }
@@ -34,7 +34,7 @@ _ADVICE = {
 
 def directory_error(path: str, error: OSError) -> StoreError:
     """Return the error for a directory that cannot be used, with advice for the operator."""
-    advice = _ADVICE.get(error.errno or 0, "see whether the drive is well, or choose another directory")
+    advice = _ADVICE.get(error.errno or 0, "check the drive, or choose another directory")
     return StoreError(f"nvme directory {path}: {error.strerror or error}; {advice}")
 
 

@@ -366,7 +366,7 @@ class Journal:
             OSError: durability is unknown.
         """
         if self.in_doubt or self._file is None:
-            raise OSError(errno.EIO, "an earlier sync of the journal failed and no checkpoint was written since")
+            raise OSError(errno.EIO, "an earlier sync of the journal failed and no checkpoint followed")
         try:
             self._write_again()
             self._file.sync()

@@ -62,7 +62,7 @@ def rebuild(
     directory = Directory(os_env.disk, path)
     try:
         if _readable(directory):
-            raise StoreError(f"nvme directory {path}: its journal is well, and says more than the records would")
+            raise StoreError(f"nvme directory {path}: its journal is intact and has more information than the records")
         found = RebuildReport()
         entries = b"".join(entry.pack() for entry in _entries(directory, found, on_progress))
         if not dry_run:

@@ -106,7 +106,7 @@ class Store:
         if self.is_suspect:
             why = f"{self._damaged} records were damaged; no new ones until a scrub or a restart, look at the drive"
         elif not self._breaker.ready():
-            why = "writes failed; the next one is tried by itself"
+            why = "writes failed; the next write is a probe"
         else:
             return []
         return [f"nvme directory {self.directory.path}: {why}"]
@@ -315,7 +315,7 @@ class Store:
         self.counters.add("write_errors")
         if self._breaker.record_failure():
             self.counters.add("breaker_opened")
-            log.warning("nvme directory %s: writes stop for a while: %s", self.directory.path, error)
+            log.warning("pausing writes: nvme directory %s, cause: %s", self.directory.path, error)
         return (Outcome.NO_CAPACITY if error.errno in DISK_FULL_ERRNOS else Outcome.FAILED), _errno_name(error)
 
     def remove(self, batch: Batch, settle: Settle) -> None:

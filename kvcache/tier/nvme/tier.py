@@ -259,7 +259,7 @@ class NvmeTier(QueuedTier):
         try:
             wipe(self.catalog)
         except OSError as error:
-            log.warning("nvme directory %s: not all could be overwritten: %s", self.path, error)
+            log.warning("nvme directory %s: some freed space was not overwritten: %s", self.path, error)
             return False
         return self.compact()
 
@@ -338,6 +338,6 @@ class NvmeTier(QueuedTier):
             self._executor.close()
             self._safe = self._store.close()
             return self._safe
-        log.warning("nvme directory %s: the drive does not answer; left as it is", self._store.directory.path)
+        log.warning("nvme directory %s: the drive does not answer; closing without it", self._store.directory.path)
         self._fail_queued("hung")
         return False

@@ -176,7 +176,7 @@ class Bucket:
 
         etag = self._run(call, deadline, takes=True)
         if etag is None:  # the bucket does not exist
-            self._failed("missing", "there is no such bucket")
+            self._failed("missing", "the bucket does not exist")
             raise RefusedError("missing")
         return etag
 

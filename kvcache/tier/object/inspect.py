@@ -78,7 +78,7 @@ class StoreInspector:
         for path, size in sizes.items():
             pack = known.get(path)
             if pack is None:
-                faults.append(f"object: {path} is no pack that this version can read")
+                faults.append(f"object: {path} is not a pack of this version")
             elif pack.table.size_bytes != size:
                 faults.append(f"object: {path} has {size} bytes, its table says {pack.table.size_bytes}")
         return faults

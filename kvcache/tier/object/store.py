@@ -115,7 +115,7 @@ class Store:
             raise RecordError("length", f"{len(body)} bytes of payload: {header.stored_bytes} were stored")
         verify(data, body, address)
         if self._signer is not None and not self._signer.signed(bytes(data[: header.header_bytes]), header, [body]):
-            raise RecordError("digest", "not signed by a key that is known here")
+            raise RecordError("digest", "not signed by a configured key")
         area, pieces = segments[0].cast("B"), flatten(segments[1:], len(body))
         if len(area) < header.header_bytes or sum(map(len, pieces)) < len(body):
             raise RecordError("room", "the caller's segments are too small")

@@ -175,15 +175,11 @@ class ObjectTier(RemoteTier):
         try:
             return self.inspector.check()
         except OSError:
-            return [f"object {self.where}: it does not answer"]
+            return [f"object {self.where}: the store does not answer"]
 
     def health_issues(self) -> list[str]:
         write_breaker = not self._closed and (self._bucket.breaker.is_open() or self._write_breaker.is_open())
-        return (
-            [f"object {self.where}: it does not answer, or refuses; it is tried again by itself"]
-            if write_breaker
-            else []
-        )
+        return [f"object {self.where}: the store does not answer or refuses; the tier retries"] if write_breaker else []
 
     def _disconnect(self) -> None:
         self._bucket.close()

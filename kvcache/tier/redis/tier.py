@@ -201,7 +201,7 @@ class RedisTier(RemoteTier):
             OSError: A server does not answer, or refuses.
         """
         if ask_all(self._nodes, partial(self._inspector.purge, namespace=namespace)) is None:
-            raise OSError(f"redis {self.where}: it does not answer, or does not let its keys be listed")
+            raise OSError(f"redis {self.where}: the server does not answer, or refuses SCAN")
         keys = popularity_keys(self._names.prefix, namespace)
         for pool, *_ in self._nodes.partition(keys[:1], None):
             pool.run(lambda wire: wire.ask(b"UNLINK", *keys), None)
@@ -214,7 +214,7 @@ class RedisTier(RemoteTier):
         """Return the owner of each namespace. Raises OSError where a server does not answer, or refuses."""
         answers = owners.read_owners(self._nodes, self._names)
         if answers is None:
-            raise OSError(f"redis {self.where}: it does not answer, or does not let its keys be listed")
+            raise OSError(f"redis {self.where}: the server does not answer, or refuses SCAN")
         return answers
 
     def usage(self) -> Usage:
@@ -239,13 +239,13 @@ class RedisTier(RemoteTier):
             return []
         faults = ask_all(self._nodes, self._inspector.check)
         if faults is None:
-            return [f"redis {self.where}: it does not answer"]
+            return [f"redis {self.where}: the server does not answer"]
         return [fault for some in faults for fault in some]
 
     def health_issues(self) -> list[str]:
         """Return a line for each server whose breaker is open."""
         write_breaker = [] if self._closed else [name for name, write_breaker in self.breakers.items() if write_breaker]
-        return [f"redis {name}: it does not answer, or refuses; it is tried again by itself" for name in write_breaker]
+        return [f"redis {name}: the server does not answer or refuses; the tier retries" for name in write_breaker]
 
     def _disconnect(self) -> None:
         self._nodes.close()
