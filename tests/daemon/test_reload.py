@@ -75,8 +75,8 @@ def test_the_log_s_level_is_read_again(make_house: Callable[..., House], tmp_pat
         file.write_text('[log]\nformat = "text"\nlevel = "info"\n')
         hang_up(house, "reloaded settings")
         bound_to(cache, model="second")
-        until(lambda: "second: room for" in "".join(house.said))
-    assert "first: room for" not in "".join(house.said)
+        until(lambda: "namespace bound: model=second" in "".join(house.said))
+    assert "namespace bound: model=first" not in "".join(house.said)
 
 
 def test_a_certificate_is_renewed_without_a_restart(make_house: Callable[..., House], tmp_path: Path) -> None:
