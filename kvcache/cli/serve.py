@@ -74,10 +74,7 @@ def serve(
                 f"kvcache: {name} at {where}, {pages} pages ({held}), {engine.max_tokens} tokens a request", flush=True
             )
             if host not in LOOPBACK:
-                print(
-                    f"kvcache: {host} is not a loopback address: any client that reaches it can use this model",
-                    flush=True,
-                )
+                print(f"kvcache: {host} is not loopback: any client that reaches it can use this model", flush=True)
             if prompts and isinstance(opened, Cache):
                 warm_up(opened, where, prompts)
             uvicorn.Server(uvicorn.Config(app, log_level="warning")).run(sockets=[listener])

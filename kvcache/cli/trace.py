@@ -43,16 +43,9 @@ def replay(
     import numpy as np
 
     import kvcache
-    from kvcache.errors import ConfigError
-    from kvcache.settings.types import parse_bytes
     from kvcache.trace.replay import Replay, read_arrivals
 
-    try:
-        size = parse_bytes(weight)
-    except ValueError as error:
-        raise ConfigError(f"--token-bytes: {error}") from None
-    if size < 4 or size % 4:
-        raise ConfigError(f"--token-bytes {weight}: expected a multiple of 4")
+    size = _token_bytes(weight)
     arrivals, block_tokens = read_arrivals(trace, requests)
     with kvcache.open(cache) as opened:
         made = Replay(
@@ -85,6 +78,19 @@ def replay(
     if played.wrong_blocks:
         print(f"kvcache: {played.wrong_blocks} blocks were loaded with wrong bytes", file=sys.stderr)
         raise typer.Exit(1)
+
+
+def _token_bytes(text: str) -> int:
+    from kvcache.errors import ConfigError
+    from kvcache.settings.types import parse_bytes
+
+    try:
+        size = parse_bytes(text)
+    except ValueError as error:
+        raise ConfigError(f"--token-bytes: {error}") from None
+    if size < 4 or size % 4:
+        raise ConfigError(f"--token-bytes {text}: expected a multiple of 4")
+    return size
 
 
 def _rows(results: dict[str, Any]) -> list[tuple[str, str]]:
