@@ -24,7 +24,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from form import Row, options, publish
+from harness import Row, options, publish
 from numpy.typing import NDArray
 
 from examples.demo.run import text_parts

@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable
 
 import numpy as np
-from form import Row, options, publish
+from harness import Row, options, publish
 
 from kvcache import native
 from kvcache.block.layout import KVLayout

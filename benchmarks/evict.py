@@ -14,7 +14,7 @@ from __future__ import annotations
 import time
 
 import numpy as np
-from form import Row, options, publish
+from harness import Row, options, publish
 
 import kvcache
 from kvcache import native

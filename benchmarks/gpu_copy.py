@@ -33,7 +33,7 @@ from statistics import median
 from typing import Literal
 
 import numpy as np
-from form import Row, options, publish
+from harness import Row, options, publish
 
 from kvcache.block.layout import KVLayout
 from kvcache.errors import ConfigError
@@ -226,7 +226,7 @@ def measured(bench: Bench, theirs: Mapping[str, float]) -> tuple[list[Row], list
 
 def of_lmcache(python: str) -> dict[str, float]:
     """GB/s of LMCache's copies by direction, measured by that interpreter while nothing else uses the device."""
-    worker = Path(__file__).parent / "versus" / "gpu.py"
+    worker = Path(__file__).parent / "lmcache_comparison" / "lmcache_gpu_copy.py"
     answer = subprocess.run([python, worker], stdout=subprocess.PIPE, check=True, timeout=120).stdout
     return dict(json.loads(answer.splitlines()[-1]))
 

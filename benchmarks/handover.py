@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from form import Row, options, publish
+from harness import Row, options, publish
 
 import kvcache
 from kvcache.block.layout import KVLayout

@@ -1,7 +1,7 @@
 """The prior that `hazard` begins with, from traces; and what it is worth from the first request on.
 
-    python benchmarks/prior.py --write      makes kvcache/evict/prior.json, and the table in docs/eviction.md
-    python benchmarks/prior.py              the table alone
+    python benchmarks/hazard_prior.py --write      makes kvcache/evict/prior.json, and the table in docs/eviction.md
+    python benchmarks/hazard_prior.py              the table alone
 
 Made from the halves that docs/eviction.md tunes on: of each the blocks' uses again and waits, with room for all of
 them, by class and age; each trace weighs the same, and within a class the chance of a use never grows with age. The
@@ -22,8 +22,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import numpy as np
-from eviction import DATA, PAGE, load
-from form import Row, options, publish
+from harness import Row, options, publish
+from hit_rates import DATA, PAGE, load
 from numpy.typing import NDArray
 
 from kvcache.evict.hazard import PRIOR_FILE, Hazard
@@ -173,13 +173,13 @@ def main() -> None:
     found = play(arguments.data, quick=arguments.quick)
     if arguments.write:
         page = PAGE.read_text(encoding="utf-8")
-        marks = r"(<!-- table: benchmarks/prior.py --write -->\n).*?(<!-- end of the prior's table -->)"
+        marks = r"(<!-- table: benchmarks/hazard_prior.py --write -->\n).*?(<!-- end of the prior's table -->)"
         PAGE.write_text(
             re.sub(marks, lambda m: f"{m[1]}\n{table(found)}\n\n{m[2]}", page, flags=re.DOTALL), encoding="utf-8"
         )
     else:
         print(table(found))
-    publish("prior", list(rows(found)), arguments.json)
+    publish("hazard_prior", list(rows(found)), arguments.json)
 
 
 if __name__ == "__main__":

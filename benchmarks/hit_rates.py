@@ -1,6 +1,6 @@
 """How much of real traffic each policy finds again: the tables of docs/eviction.md.
 
-    python benchmarks/eviction.py --write     plays every trace to every policy and writes the tables into the page
+    python benchmarks/hit_rates.py --write     plays every trace to every policy and writes the tables into the page
 
 Needs the traces, which are not shipped (`--data`): Mooncake's two, the agentic sessions, and a log of coding agents'
 prompts, cut into tokens by SmolLM2's tokenizer. Hit rates are the longest prefix of each request that was there, over
@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 
 import classic_policies
 import numpy as np
-from form import Row, options, publish
+from harness import Row, options, publish
 
 from kvcache import native
 from kvcache.cli.explain import tokenizer_of
@@ -229,11 +229,11 @@ def main() -> None:
     text = tables(rates)
     if arguments.write:
         page = PAGE.read_text(encoding="utf-8")
-        marks = r"(<!-- tables: benchmarks/eviction.py --write -->\n).*?(<!-- end of tables -->)"
+        marks = r"(<!-- tables: benchmarks/hit_rates.py --write -->\n).*?(<!-- end of tables -->)"
         PAGE.write_text(re.sub(marks, lambda m: f"{m[1]}\n{text}\n\n{m[2]}", page, flags=re.DOTALL), encoding="utf-8")
     else:
         print(text)
-    publish("eviction", [*rows(rates), *speed(arguments.data)], arguments.json)
+    publish("hit_rates", [*rows(rates), *speed(arguments.data)], arguments.json)
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ import time
 from collections.abc import Callable
 
 import numpy as np
-from form import Row, options, publish
+from harness import Row, options, publish
 
 from kvcache import native
 from kvcache.block.chain import SIGNATURE_BYTES
@@ -111,7 +111,7 @@ def main() -> None:
         rows.append(Row(f"stall/match/{name}", longest, "ms", floor=alone))
         notes.append(f"{name}: {took:.0f} ms with {len(index):,} blocks and {index.ghosts():,} ghosts")
     rows.append(Row("stall/evict", max(emptying(index, tier) for tier in TIERS), "ms"))
-    publish("stall", rows, arguments.json, notes=notes)
+    publish("index_stalls", rows, arguments.json, notes=notes)
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from form import Row, options, publish
+from harness import Row, options, publish
 
 from kvcache.engine.checkpoint import resolve_model
 

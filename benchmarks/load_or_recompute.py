@@ -21,7 +21,7 @@ from contextlib import closing, suppress
 from statistics import median
 from typing import Any
 
-from form import Row, options, publish
+from harness import Row, options, publish
 
 import kvcache
 from examples.demo.run import text_parts
@@ -29,7 +29,7 @@ from kvcache.engine.engine import Engine, EngineConfig
 from kvcache.engine.model import Model, load_model
 from kvcache.engine.sampling import SamplingParams
 from kvcache.engine.tokenizer import Tokenizer
-from tests.peer.server import Server
+from tests.peer.redis_server import RedisServer
 
 RATES = {"1MBps": 1e6, "5MBps": 5e6, "50MBps": 50e6}
 TOKENS, BEFORE = 512, 4
@@ -106,7 +106,7 @@ def first_ms(engine: Engine, prompt: list[int]) -> float:
     return 1000 * result.ttft_s
 
 
-def measure(model: Model, server: Server, texts: list[list[int]], rate: float) -> dict[str, float]:
+def measure(model: Model, server: RedisServer, texts: list[list[int]], rate: float) -> dict[str, float]:
     """Medians in ms: without a cache, with the plan, without the plan."""
     line = Line(server.port)
     times: dict[str, list[float]] = {"alone": [], "plan": [], "off": []}
@@ -146,7 +146,7 @@ def main() -> None:
     model = load_model(arguments.model, dtype="bf16")
     ids = Tokenizer(model.directory).encode("\n".join(text_parts().values()))
     texts = [ids[97 * i : 97 * i + TOKENS] for i in range(count)]
-    server = Server()
+    server = RedisServer()
     rows = []
     try:
         with closing(opened(server.tcp, plan=False)) as cache:
@@ -163,7 +163,7 @@ def main() -> None:
         server.end()
     kept = model.layout.context_bytes(TOKENS) / 1e6
     notes = [f"medians of {count - BEFORE} prompts of {TOKENS} tokens, {kept:.1f} MB of keys and values each"]
-    publish("plan", rows, arguments.json, notes=notes)
+    publish("load_or_recompute", rows, arguments.json, notes=notes)
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from form import Row, options, publish
+from harness import Row, options, publish
 
 import kvcache
 from kvcache import native

@@ -32,7 +32,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Protocol
 
-from form import Row, options, publish
+from harness import Row, options, publish
 
 from kvcache.engine.pool import PagePool
 
@@ -312,7 +312,7 @@ def main() -> None:
         rows.append(duplicate_row("mooncake/", lambda: mooncake(count // 10), notes))
     else:
         notes.append(f"mooncake: left out, there is no {TRACES / 'mooncake-conversation.jsonl.gz'}")
-    publish("waste", rows, arguments.json, notes=notes)
+    publish("memory_waste", rows, arguments.json, notes=notes)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ A prompt of 131,072 tokens is 8,192 blocks of 16, all there in an index of 10^5 
     micro/seal       a record's header written, with the payload's checksums
     micro/verify     a record checked whole: header, address, payload
 
-`pytest benchmarks/micro.py` gives pytest-benchmark's own table and takes its options (`--benchmark-compare`).
+`pytest benchmarks/microbenchmarks.py` gives pytest-benchmark's own table and takes its options (`--benchmark-compare`).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from form import Row, options, publish
+from harness import Row, options, publish
 
 from kvcache.block.chain import SIGNATURE_BYTES, digest_chain
 from kvcache.block.layout import Shard
@@ -111,7 +111,7 @@ def main() -> None:
             raise SystemExit(status)
         measured = json.loads(path.read_text())["benchmarks"]
     rows = [Row(f"micro/{one['name'].removeprefix('test_')}", one["stats"]["median"] * 1e6, "us") for one in measured]
-    publish("micro", rows, arguments.json)
+    publish("microbenchmarks", rows, arguments.json)
 
 
 if __name__ == "__main__":

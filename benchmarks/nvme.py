@@ -28,7 +28,7 @@ from hashlib import sha256
 from pathlib import Path
 from statistics import median
 
-from form import Row, options, publish
+from harness import Row, options, publish
 
 from kvcache.block.layout import Shard
 from kvcache.block.record import Address, header_area, record_bytes, seal, verify

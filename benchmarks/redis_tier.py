@@ -26,14 +26,14 @@ from pathlib import Path
 from typing import Any
 
 import redis
-from form import Row, options, publish
+from harness import Row, options, publish
 
 from kvcache.block.record import Address
 from kvcache.settings.tiers import RedisSettings
 from kvcache.tier.redis import RedisTier
 from kvcache.tier.redis.keys import KeyNames
 from kvcache.tier.tier import Outcome
-from tests.peer.server import BINARY, MISSING, Server
+from tests.peer.redis_server import BINARY, MISSING, RedisServer
 from tests.tier.blocks import buffer, chain, record
 
 try:
@@ -48,7 +48,7 @@ SIZES = {"64KiB": 64 * KIB, "1MiB": MIB, "4MiB": 4 * MIB, "32MiB": 32 * MIB}
 class Raw:
     """The least that moves the bytes: one value at a time, out by reference and into a buffer that is there."""
 
-    def __init__(self, server: Server, way: str) -> None:
+    def __init__(self, server: RedisServer, way: str) -> None:
         if way == "tcp":
             self._socket = socket.create_connection(("127.0.0.1", server.port))
             self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -96,7 +96,7 @@ def done(outcomes: tuple[Outcome, ...]) -> None:
         raise SystemExit(f"{set(outcomes)}: a transfer that failed is worth nothing")
 
 
-def transfers(server: Server, size_name: str, way: str, rounds: int) -> list[Row]:
+def transfers(server: RedisServer, size_name: str, way: str, rounds: int) -> list[Row]:
     size = SIZES[size_name]
     count = max(2, min(64, 64 * MIB // size))
     blocks = chain(count)
@@ -153,7 +153,7 @@ def store(tier: RedisTier, blocks: list[Address]) -> None:
         done(tier.write(some, [record(address, 1) for address in some]))
 
 
-def questions(server: Server, rounds: int, most: int) -> list[Row]:
+def questions(server: RedisServer, rounds: int, most: int) -> list[Row]:
     blocks = chain(most)
     tier = RedisTier(RedisSettings(url=server.tcp))
     store(tier, blocks)
@@ -197,7 +197,7 @@ def main() -> None:
     if MISSING:
         raise SystemExit(MISSING)
     rounds = 3 if arguments.quick else 12
-    server = Server()
+    server = RedisServer()
     try:
         rows = questions(server, rounds, 8192 if arguments.quick else 65_536)
         for way in ("tcp", "unix"):

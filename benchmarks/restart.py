@@ -24,7 +24,7 @@ from hashlib import sha256
 from pathlib import Path
 
 import numpy as np
-from form import Row, options, publish
+from harness import Row, options, publish
 from numpy.typing import NDArray
 
 from kvcache.evict.policy import LRU

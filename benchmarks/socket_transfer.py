@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from form import Row, options, publish
+from harness import Row, options, publish
 
 import kvcache
 from kvcache.block.layout import KVLayout
@@ -119,7 +119,7 @@ def main() -> None:
         for way, of_way in measured.items()
         for i, op in enumerate(("store", "load"))
     ]
-    publish("remote", rows, arguments.json)
+    publish("socket_transfer", rows, arguments.json)
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from form import Row, options, publish
+from harness import Row, options, publish
 
 import kvcache
 from kvcache.block.layout import KVLayout
@@ -144,7 +144,7 @@ def main() -> None:
         Row("told/own", advantage(times["own"], nothing), "points"),
         Row("asked", median["nonsense"], "us"),
     ]
-    publish("timing_side", rows, arguments.json, notes=[f"{len(nothing):,} questions of each kind"])
+    publish("timing_side_channel", rows, arguments.json, notes=[f"{len(nothing):,} questions of each kind"])
 
 
 if __name__ == "__main__":

@@ -28,8 +28,8 @@ from pathlib import Path
 from statistics import median
 
 import torch
-from form import Row, options, publish
-from form.floor import copy_rate, drive_rate, matmul_rate, memory_rate
+from harness import Row, options, publish
+from harness.hardware_limit import copy_rate, drive_rate, matmul_rate, memory_rate
 
 import kvcache
 from examples.demo.run import text_parts

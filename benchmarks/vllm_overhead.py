@@ -15,9 +15,9 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from form import Row, options, publish
-from serving import engine
-from serving.server import Server
+from harness import Row, options, publish
+from vllm_runner import engine
+from vllm_runner.server import Server
 
 Best = dict[str, tuple[float, float]]  # by whose it is: tokens a second, seconds between tokens
 

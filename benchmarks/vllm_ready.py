@@ -16,8 +16,8 @@ import tempfile
 import time
 from pathlib import Path
 
-from form import Row, options, publish
-from serving import engine
+from harness import Row, options, publish
+from vllm_runner import engine
 
 from kvcache.block.revision import SAMPLE_BYTES, SAMPLES, model_revision
 

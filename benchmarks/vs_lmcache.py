@@ -18,8 +18,8 @@ median of rounds in which either side goes first as often. The value is ours, th
                                  waits for ever: a lock of ours keeps it from that
     bytes_a_token/*              beside keys and values; LMCache's in-process engine, and its multiprocess server
 
-LMCache copies by what it brings for processors, which says nothing of its CUDA kernels. --truth does the same faults to
-both instead, and tells who answers wrong.
+LMCache copies by what it brings for processors, which says nothing of its CUDA kernels. --faults does the same faults
+to both instead, and reports wrong answers.
 """
 
 from __future__ import annotations
@@ -35,28 +35,28 @@ from contextlib import ExitStack
 from datetime import datetime, timezone
 from pathlib import Path
 
-from form import Row, options, publish
-from form.machine import facts
-from rich.console import Console
-from rich.table import Table
-from versus.figures import (
+from harness import Row, options, publish
+from harness.machine import facts
+from lmcache_comparison.faults import Fault, Start, faults
+from lmcache_comparison.measurements import (
     STRUCTURES,
     Alternation,
-    Figure,
+    Measurement,
     Sizes,
-    Wrong,
-    asking_redis,
-    beside,
-    matching,
-    through_disk,
-    through_host,
-    through_redis,
+    WrongResult,
+    measure_disk,
+    measure_host,
+    measure_match,
+    measure_memory,
+    measure_redis,
+    measure_redis_lookup,
 )
-from versus.side import LostError, Side
-from versus.truth import Fault, Start, faults
+from lmcache_comparison.worker_process import WorkerLostError, WorkerProcess
+from rich.console import Console
+from rich.table import Table
 
 from kvcache.machine import cache_directory
-from tests.peer.server import MISSING, Server
+from tests.peer.redis_server import MISSING, RedisServer
 
 PEER = Path(__file__).parents[1] / ".venv-lmcache" / "bin" / "python"
 QUICK = Sizes(tokens=1024, rounds=5, records=1 << 13)
@@ -64,26 +64,26 @@ QUICK = Sizes(tokens=1024, rounds=5, records=1 << 13)
 
 def main() -> None:
     parser = options(__doc__)
-    parser.add_argument("--truth", action="store_true", help="the same faults to both, instead of figures")
+    parser.add_argument("--faults", action="store_true", help="the same faults to both, instead of figures")
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)), help="of each side; default: all")
     parser.add_argument("--peer", metavar="COMMAND", help="what starts the other side")
     arguments = parser.parse_args()
     if not arguments.peer and not PEER.exists():
         raise SystemExit(f"no LMCache at {PEER}: scripts/vs-lmcache installs it and runs this")
     commands = {
-        "ours": [sys.executable, "-m", "versus.ours"],
-        "theirs": shlex.split(arguments.peer or f"{shlex.quote(str(PEER))} -m versus.theirs"),
+        "ours": [sys.executable, "-m", "lmcache_comparison.kvcache_worker"],
+        "theirs": shlex.split(arguments.peer or f"{shlex.quote(str(PEER))} -m lmcache_comparison.lmcache_worker"),
     }
     before = load()
     cache_directory().mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix="versus-", dir=cache_directory()) as made:
+    with tempfile.TemporaryDirectory(prefix="lmcache-comparison-", dir=cache_directory()) as made:
         place = Path(made)
 
-        def start(name: str, words: Sequence[str] = ()) -> Side:
-            command, timeout_s = [*words, *commands[name]], 30.0 if arguments.truth else 180.0
-            return Side(command, place / f"{name}.log", threads=arguments.threads, timeout_s=timeout_s)
+        def start(name: str, words: Sequence[str] = ()) -> WorkerProcess:
+            command, timeout_s = [*words, *commands[name]], 30.0 if arguments.faults else 180.0
+            return WorkerProcess(command, place / f"{name}.log", threads=arguments.threads, timeout_s=timeout_s)
 
-        if arguments.truth:
+        if arguments.faults:
             show(list(faults(start, place)), arguments.json)
         else:
             rows, notes = measure(start, place, QUICK if arguments.quick else Sizes())
@@ -99,7 +99,7 @@ def measure(start: Start, place: Path, sizes: Sizes) -> tuple[list[Row], list[st
     """The rows, and what a reader must know beside them."""
     with ExitStack() as stack:
 
-        def fresh(name: str) -> Side:
+        def fresh(name: str) -> WorkerProcess:
             return stack.enter_context(start(name, ()))
 
         turns = Alternation(fresh("ours"), fresh("theirs"))
@@ -107,13 +107,13 @@ def measure(start: Start, place: Path, sizes: Sizes) -> tuple[list[Row], list[st
             f"{' and '.join(turns.ask('name'))}: medians of {sizes.rounds} rounds, prompts of {sizes.tokens} tokens"
         ]
         parts = {
-            "keys": lambda: matching(turns, sizes),
-            "host memory": lambda: through_host(turns, sizes),
-            "the drive": lambda: through_disk(turns, sizes, place),
+            "keys": lambda: measure_match(turns, sizes),
+            "host memory": lambda: measure_host(turns, sizes),
+            "the drive": lambda: measure_disk(turns, sizes, place),
             "Redis": lambda: shared(fresh, sizes, notes),
-            "bytes": lambda: beside(fresh("ours"), {name: fresh("theirs") for name in STRUCTURES}, sizes),
+            "bytes": lambda: measure_memory(fresh("ours"), {name: fresh("theirs") for name in STRUCTURES}, sizes),
         }
-        figures: list[Figure] = []
+        figures: list[Measurement] = []
         for name, part in parts.items():
             begun = time.monotonic()
             figures += part()
@@ -125,7 +125,7 @@ def measure(start: Start, place: Path, sizes: Sizes) -> tuple[list[Row], list[st
     return rows, notes
 
 
-def shared(fresh: Callable[[str], Side], sizes: Sizes, notes: list[str]) -> Iterator[Figure]:
+def shared(fresh: Callable[[str], WorkerProcess], sizes: Sizes, notes: list[str]) -> Iterator[Measurement]:
     """Through a server of its own for each; processes as well, since LMCache's engine does not end with a server.
     A side that does not answer, or an LMCache that has less than was stored, costs the rows that it was asked for, no
     others."""
@@ -133,13 +133,13 @@ def shared(fresh: Callable[[str], Side], sizes: Sizes, notes: list[str]) -> Iter
         print(f"no rows of Redis: {MISSING}", file=sys.stderr)
         return
     for native in (False, True):
-        for measured in (through_redis, asking_redis):
-            server = Server()
+        for measured in (measure_redis, measure_redis_lookup):
+            server = RedisServer()
             try:
                 yield from measured(Alternation(fresh("ours"), fresh("theirs")), sizes, server.tcp, native=native)
-            except LostError as lost:
+            except WorkerLostError as lost:
                 notes.append(f"{measured.__name__}, {'native' if native else 'redis://'}: not measured, {lost.what}")
-            except Wrong as wrong:
+            except WrongResult as wrong:
                 if not str(wrong).startswith("theirs"):
                     raise
                 notes.append(f"{measured.__name__}, {'native' if native else 'redis://'}: not measured, {wrong}")
@@ -155,7 +155,7 @@ def show(found: Sequence[Fault], path: Path | None) -> None:
     if path is not None:
         date = datetime.now(timezone.utc).isoformat(timespec="seconds")
         document = {
-            "benchmark": "vs_lmcache --truth",
+            "benchmark": "vs_lmcache --faults",
             "date": date,
             "machine": facts(),
             "faults": [f.plain() for f in found],

@@ -1,4 +1,4 @@
-"""Benchmarks: their one form, and that what they print is what they measured."""
+"""The benchmark harness, and that benchmarks print what they measured."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.engine import tiny
+from tests.engine import tiny_model
 
 ROOT = Path(__file__).parents[1]
 ENVIRON = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}  # these sources, whatever is installed
@@ -18,22 +18,22 @@ BENCHMARKS = sorted((ROOT / "benchmarks").glob("*.py"))
 
 
 @pytest.fixture
-def form(monkeypatch: pytest.MonkeyPatch):
+def harness(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    import form
+    import harness
 
-    return form
+    return harness
 
 
-def test_better_is_above_one_whichever_way_the_unit_runs(form) -> None:
-    slow = form.Row("a", 20.0, "ms", floor=10.0, peer=30.0)
+def test_better_is_above_one_whichever_way_the_unit_runs(harness) -> None:
+    slow = harness.Row("a", 20.0, "ms", floor=10.0, peer=30.0)
     assert (slow.ratio, slow.vs_peer) == (0.5, 1.5)
-    rate = form.Row("b", 5.0, "GB/s", floor=10.0, peer=2.0)
+    rate = harness.Row("b", 5.0, "GB/s", floor=10.0, peer=2.0)
     assert (rate.ratio, rate.vs_peer) == (0.5, 2.5)
 
 
-def test_what_does_not_apply_is_null(form) -> None:
-    assert form.Row("a", 0.0, "ms").plain() == {
+def test_what_does_not_apply_is_null(harness) -> None:
+    assert harness.Row("a", 0.0, "ms").plain() == {
         "id": "a",
         "value": 0.0,
         "unit": "ms",
@@ -42,19 +42,22 @@ def test_what_does_not_apply_is_null(form) -> None:
         "ratio": None,
         "vs_peer": None,
     }
-    assert form.Row("a", 0.0, "ms", floor=1.0).ratio is None
+    assert harness.Row("a", 0.0, "ms", floor=1.0).ratio is None
 
 
 @pytest.mark.parametrize(("value", "unit"), [(float("nan"), "ms"), (-1.0, "ms"), (float("inf"), "s"), (1.0, "parsec")])
-def test_a_figure_that_makes_no_sense_is_refused(form, value: float, unit: str) -> None:
+def test_a_figure_that_makes_no_sense_is_refused(harness, value: float, unit: str) -> None:
     with pytest.raises(ValueError, match="row/1"):
-        form.Row("row/1", value, unit)
+        harness.Row("row/1", value, unit)
 
 
-def test_rows_are_written_in_the_one_form(form, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_rows_are_written_in_the_one_form(harness, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     target = tmp_path / "rows.json"
-    form.publish(
-        "some", [form.Row("x/1", 1234.5, "us", peer=2469.0), form.Row("x/2", 2.0, "GB/s")], target, notes=["of some"]
+    harness.publish(
+        "some",
+        [harness.Row("x/1", 1234.5, "us", peer=2469.0), harness.Row("x/2", 2.0, "GB/s")],
+        target,
+        notes=["of some"],
     )
     document = json.loads(target.read_text())
     assert list(document) == ["benchmark", "date", "machine", "notes", "rows"]
@@ -69,9 +72,9 @@ def test_rows_are_written_in_the_one_form(form, tmp_path: Path, capsys: pytest.C
     assert "1,234" in printed or "1,235" in printed
 
 
-def test_a_row_id_stands_once(form, tmp_path: Path) -> None:
+def test_a_row_id_stands_once(harness, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="x/1"):
-        form.publish("some", [form.Row("x/1", 1.0, "us"), form.Row("x/1", 2.0, "us")], tmp_path / "rows.json")
+        harness.publish("some", [harness.Row("x/1", 1.0, "us"), harness.Row("x/1", 2.0, "us")], tmp_path / "rows.json")
 
 
 @pytest.mark.parametrize("path", BENCHMARKS, ids=lambda path: path.stem)
@@ -82,7 +85,7 @@ def test_every_benchmark_takes_the_same_options(path: Path) -> None:
 
 
 def test_ttft_of_a_tiny_model(tmp_path: Path) -> None:
-    model = tiny.make(tmp_path / "model", "smollm2")
+    model = tiny_model.make(tmp_path / "model", "smollm2")
     target = tmp_path / "ttft.json"
     command = [sys.executable, ROOT / "benchmarks" / "ttft.py", "--model", model, "--json", target]
     command += ["--lengths", "64,100", "--repeats", "1"]

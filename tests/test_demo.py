@@ -20,7 +20,7 @@ from examples.demo.run import DemoPass, ModelCall, read_prompts
 from kvcache.cli import main as frame
 from kvcache.engine.tokenizer import Tokenizer
 from kvcache.errors import ConfigError
-from tests.engine import tiny
+from tests.engine import tiny_model
 
 ROOT = Path(__file__).parents[1]
 COMMAND = [sys.executable, "-m", "examples.demo"]
@@ -29,7 +29,7 @@ COMMAND = [sys.executable, "-m", "examples.demo"]
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     """One token a byte: the agents' messages are long in it."""
-    return tiny.make(tmp_path_factory.mktemp("model"), "smollm2", max_position_embeddings=16384)
+    return tiny_model.make(tmp_path_factory.mktemp("model"), "smollm2", max_position_embeddings=16384)
 
 
 @pytest.fixture(scope="module")

@@ -22,7 +22,7 @@ from kvcache.daemon.server.tcp import TcpListener
 from kvcache.os_env import SystemClock
 from kvcache.settings.sources import load
 from kvcache.settings.types import parse_bytes
-from tests.daemon.authority import Authority
+from tests.daemon.certificate_authority import Authority
 from tests.helm_template import render
 
 yaml = pytest.importorskip("yaml")

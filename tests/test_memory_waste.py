@@ -1,4 +1,4 @@
-"""`benchmarks/waste.py`: what it counts is there, by examples worked out by hand and by looking at every page."""
+"""`benchmarks/memory_waste.py`: its counts equal examples worked out by hand and a count of every page."""
 
 from __future__ import annotations
 
@@ -19,38 +19,46 @@ ROOT = Path(__file__).parents[1]
 
 
 @pytest.fixture(scope="module")
-def waste() -> Any:
+def memory_waste() -> Any:
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(ROOT / "benchmarks"))
-        import waste
+        import memory_waste
 
-        yield waste
+        yield memory_waste
 
 
-def test_a_page_that_is_not_full_is_all_that_paging_wastes(waste: Any) -> None:
+def test_a_page_that_is_not_full_is_all_that_paging_wastes(memory_waste: Any) -> None:
     """20 tokens of a prompt, 8 of an answer: two pages, 12 tokens of the second empty, then 4."""
-    found = waste.simulate([waste.Request(0.0, 20, 8), waste.Request(0.5, 16, 8)], waste.Paged(64))
+    found = memory_waste.simulate(
+        [memory_waste.Request(0.0, 20, 8), memory_waste.Request(0.5, 16, 8)], memory_waste.Paged(64)
+    )
     assert (found.held, found.internal, found.external) == (32 + 16, 12 + 0, 0)
 
 
-def test_a_piece_in_the_middle_is_lost_to_what_does_not_fit(waste: Any) -> None:
-    memory = waste.Contiguous(100, lambda request: request.tokens)
-    first, second, third = (waste.Request(0.0, 30, 10), waste.Request(0.0, 30, 10), waste.Request(0.0, 40, 20))
+def test_a_piece_in_the_middle_is_lost_to_what_does_not_fit(memory_waste: Any) -> None:
+    memory = memory_waste.Contiguous(100, lambda request: request.tokens)
+    first, second, third = (
+        memory_waste.Request(0.0, 30, 10),
+        memory_waste.Request(0.0, 30, 10),
+        memory_waste.Request(0.0, 40, 20),
+    )
     assert memory.admit(first, 30)
     assert memory.admit(second, 30)
     memory.free(first)
     assert not memory.admit(third, 40)
     assert memory.lost_tokens(third) == 60
-    assert memory.lost_tokens(waste.Request(0.0, 60, 10)) == 0, "there would not have been enough in one piece either"
+    assert memory.lost_tokens(memory_waste.Request(0.0, 60, 10)) == 0, (
+        "there would not have been enough in one piece either"
+    )
     memory.free(second)
     assert memory.admit(third, 40)
 
 
-def test_instructions_that_two_have_in_common_are_held_once_or_twice(waste: Any) -> None:
+def test_instructions_that_two_have_in_common_are_held_once_or_twice(memory_waste: Any) -> None:
     blocks = [b"a", b"b"]
     for share, duplicate, held in ((True, 0, 4), (False, 32, 6)):
-        memory = waste.Paged(1024, share=share)
-        requests = [waste.Request(0.0, 40, 4, blocks) for _ in range(2)]
+        memory = memory_waste.Paged(1024, share=share)
+        requests = [memory_waste.Request(0.0, 40, 4, blocks) for _ in range(2)]
         for request in requests:
             assert memory.admit(request, 40)
         assert (memory.duplicate_tokens, memory.held_tokens) == (duplicate, held * 16)
@@ -61,15 +69,15 @@ def test_instructions_that_two_have_in_common_are_held_once_or_twice(waste: Any)
 
 
 @given(data=st.data(), share=st.booleans())
-def test_pages_are_counted_as_they_lie(waste: Any, data: Any, share: bool) -> None:
-    memory, running = waste.Paged(16 * 40, share=share), []
+def test_pages_are_counted_as_they_lie(memory_waste: Any, data: Any, share: bool) -> None:
+    memory, running = memory_waste.Paged(16 * 40, share=share), []
     for i in range(data.draw(st.integers(1, 20))):
         if running and data.draw(st.booleans()):
             memory.free(running.pop(data.draw(st.integers(0, len(running) - 1))))
         else:
             common = data.draw(st.integers(0, 4))
             blocks = [b"%d" % n for n in range(common)] + [b"%d of %d" % (n, i) for n in range(2)]
-            request = waste.Request(0.0, 16 * len(blocks) + 3, 5, blocks)
+            request = memory_waste.Request(0.0, 16 * len(blocks) + 3, 5, blocks)
             if memory.admit(request, request.prompt_tokens):
                 running.append(request)
         assert memory.pool.check() == []
@@ -81,10 +89,10 @@ def test_pages_are_counted_as_they_lie(waste: Any, data: Any, share: bool) -> No
 
 
 @given(st.lists(st.tuples(st.integers(1, 60), st.integers(0, 5)), max_size=40))
-def test_pieces_never_overlap_and_holes_are_joined(waste: Any, steps: list[tuple[int, int]]) -> None:
-    memory, running = waste.Contiguous(100, lambda request: request.tokens), []
+def test_pieces_never_overlap_and_holes_are_joined(memory_waste: Any, steps: list[tuple[int, int]]) -> None:
+    memory, running = memory_waste.Contiguous(100, lambda request: request.tokens), []
     for size, which in steps:
-        request = waste.Request(0.0, size, 1)
+        request = memory_waste.Request(0.0, size, 1)
         if which < len(running):
             memory.free(running.pop(which))
         elif memory.admit(request, size):
@@ -98,7 +106,7 @@ def test_pieces_never_overlap_and_holes_are_joined(waste: Any, steps: list[tuple
 
 def test_paging_wastes_less_than_four_percent(tmp_path: Path) -> None:
     target = tmp_path / "waste.json"
-    command = [sys.executable, ROOT / "benchmarks" / "waste.py", "--quick", "--json", target]
+    command = [sys.executable, ROOT / "benchmarks" / "memory_waste.py", "--quick", "--json", target]
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL, env={**os.environ, "PYTHONPATH": str(ROOT)})
     rows = {row["id"]: row for row in json.loads(target.read_text())["rows"]}
     assert {"waste/paged", "waste/contiguous", "waste/duplicate"} <= rows.keys()

@@ -1,4 +1,4 @@
-"""The one form of a benchmark: what it takes, what it prints, what it writes.
+"""The options that every benchmark takes, the table that it prints and the JSON that it writes.
 
     arguments = options(__doc__).parse_args()
     rows = [Row("copy/2MiB", 41.0, "us", floor=38.5, peer=60.2)]
@@ -25,7 +25,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from form.machine import facts
+from harness.machine import facts
 
 MORE_IS_BETTER = frozenset({"GB/s", "MB/s", "op/s", "tokens/s", "GFLOP/s", "%", "times"})
 LESS_IS_BETTER = frozenset(
@@ -45,7 +45,7 @@ class Row:
 
     def __post_init__(self) -> None:
         if self.unit not in MORE_IS_BETTER | LESS_IS_BETTER:
-            raise ValueError(f"{self.id}: unit {self.unit!r}: expected one of those in form, or add it there")
+            raise ValueError(f"{self.id}: unit {self.unit!r}: expected a unit of benchmarks/harness, or add it there")
         for name in ("value", "floor", "peer"):
             number = getattr(self, name)
             if number is not None and not (isfinite(number) and number >= 0):

@@ -1,4 +1,5 @@
 """Two libraries on the same work: each in a process and an environment of its own, asked in turns.
 
-`side` asks and `worker` answers; `work` is what both do; `ours` and `theirs` do it; `figures` and `truth` compare.
+`worker_process` starts a worker and asks it, `worker_loop` answers. `kvcache_worker` and `lmcache_worker` do the same
+`workload`. `measurements` compares speed and memory, `faults` compares answers after a fault.
 """

@@ -14,13 +14,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from tests.peer.server import MISSING, Server
-from versus.side import LostError, Side
-from versus.work import SMALL, token_bytes
+from lmcache_comparison.worker_process import WorkerLostError, WorkerProcess
+from lmcache_comparison.workload import SMALL, token_bytes
+from tests.peer.redis_server import MISSING, RedisServer
 
 TOKENS = 1024  # of a prompt
 PATIENCE_S = 2.0
-Start = Callable[[str, Sequence[str]], Side]
+Start = Callable[[str, Sequence[str]], WorkerProcess]
 """A fresh process of the side so named, its command behind the given words."""
 
 
@@ -55,7 +55,7 @@ class Fault:
         return asdict(self)
 
 
-Begin = Callable[..., Side]
+Begin = Callable[..., WorkerProcess]
 """A fresh process of one side, its command behind the given words."""
 
 
@@ -73,7 +73,7 @@ def _answer(happen: Callable[[Begin, Path], Answer], begin: Begin, place: Path) 
         return happen(begin, place)
     except RuntimeError as error:
         return Answer(0, failed=f"raises {error}")
-    except LostError as error:
+    except WorkerLostError as error:
         return Answer(0, failed=error.what)
 
 
@@ -131,7 +131,7 @@ def _in_a_server(begin: Begin, damage: Callable[[Any, Sequence[bytes]], None]) -
     """The first of three prompts, which has left memory, after something happened to the values in a server."""
     if MISSING:
         return Answer(0, failed=f"not tried: {MISSING}")
-    server = Server()
+    server = RedisServer()
     try:
         with closing(begin()) as side:
             side.ask("open", shape=SMALL, tokens=TOKENS, room_tokens=TOKENS * 3 // 2, url=server.tcp, patience_s=5)
@@ -175,7 +175,7 @@ def _salted(begin: Begin, place: Path) -> Answer:
         return Answer(TOKENS, answer["hits"], answer["hits"])
 
 
-def _open(side: Side, place: Path) -> None:
+def _open(side: WorkerProcess, place: Path) -> None:
     side.ask(
         "open",
         shape=SMALL,
@@ -187,7 +187,7 @@ def _open(side: Side, place: Path) -> None:
     )
 
 
-def _retrieve(side: Side, seeds: Sequence[int]) -> Answer:
+def _retrieve(side: WorkerProcess, seeds: Sequence[int]) -> Answer:
     hits = wrong = 0
     for seed in seeds:
         answer = side.ask("retrieve", seed=seed)

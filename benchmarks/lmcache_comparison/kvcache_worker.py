@@ -15,14 +15,14 @@ from kvcache.cache.cache import Cache
 from kvcache.cache.request import CacheNamespace
 from kvcache.transfer.copier import CopierRegistry
 from kvcache.transfer.pinned import address_of
-from versus.work import BLOCK_TOKENS, KEPT_ON_DISK, LEAST, Pages, Shape, own_bytes, prompt
-from versus.worker import serve
+from lmcache_comparison.worker_loop import serve
+from lmcache_comparison.workload import BLOCK_TOKENS, KEPT_ON_DISK, LEAST, Pages, Shape, prompt, resident_bytes
 
 MARGIN = 1.1  # of the arena over what it is meant to hold: extents are whole
 DEADLINE_S = 60.0  # a slow drive is measured here, not turned into a miss
 
 
-class Ours:
+class KVCacheWorker:
     def name(self) -> str:
         return f"kvcache {kvcache.__version__}"
 
@@ -176,7 +176,7 @@ class Ours:
 
         self._cache.host.arena.watch(came)
         gc.collect()
-        return own_bytes(without=arena)
+        return resident_bytes(without=arena)
 
     def files(self) -> list[str]:
         """Where the bytes of blocks lie."""
@@ -196,4 +196,4 @@ def _settled(r: Any, ids: Any) -> Any:
 
 
 if __name__ == "__main__":
-    serve(Ours())
+    serve(KVCacheWorker())

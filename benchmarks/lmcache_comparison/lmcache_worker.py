@@ -35,8 +35,17 @@ from lmcache.v1.memory_management import MemoryFormat
 from lmcache.v1.metadata import LMCacheMetadata
 from lmcache.v1.storage_backend.local_cpu_backend import LocalCPUBackend
 
-from versus.work import BLOCK_TOKENS, KEPT_ON_DISK, LEAST, Pages, Shape, own_bytes, prompt, token_bytes
-from versus.worker import serve
+from lmcache_comparison.worker_loop import serve
+from lmcache_comparison.workload import (
+    BLOCK_TOKENS,
+    KEPT_ON_DISK,
+    LEAST,
+    Pages,
+    Shape,
+    prompt,
+    resident_bytes,
+    token_bytes,
+)
 
 MODEL = "meta-llama/Llama-3-8B"
 CHUNK_TOKENS = 256
@@ -97,7 +106,7 @@ def metadata(shape: Shape) -> LMCacheMetadata:
     )
 
 
-class Theirs:
+class LMCacheWorker:
     def __init__(self) -> None:
         self._opened = 0
 
@@ -138,7 +147,7 @@ class Theirs:
             settings["remote_serde"] = "naive"
         self._opened += 1
         self._engine = LMCacheEngineBuilder.get_or_create(
-            f"versus-{self._opened}",
+            f"comparison-{self._opened}",
             LMCacheEngineConfig.from_defaults(**settings),
             metadata(shape),
             Connector(shape),
@@ -220,7 +229,7 @@ class Theirs:
         return times
 
     def structure(self, name: str, records: int) -> float:
-        """Bytes a cached token of what is kept beside keys and values. Once a process, as `ours`."""
+        """Bytes a cached token of what is kept beside keys and values. Once a process, as `kvcache_worker`."""
         return {"in-process": _in_process, "multiprocess": _multiprocess}[name](records) / (records * CHUNK_TOKENS)
 
     def files(self) -> list[str]:
@@ -229,7 +238,7 @@ class Theirs:
     def close(self) -> None:
         for memory in self._taken:
             memory.ref_count_down()
-        LMCacheEngineBuilder.destroy(f"versus-{self._opened}")
+        LMCacheEngineBuilder.destroy(f"comparison-{self._opened}")
         del self._engine
         gc.collect()
 
@@ -291,13 +300,13 @@ def _in_process(chunks: int) -> int:
     backend = LocalCPUBackend(config, metadata(LEAST), "cpu")
     backend.memory_allocator.buffer.zero_()  # resident before, so that it does not count
     gc.collect()
-    before = own_bytes()
+    before = resident_bytes()
     for i in range(chunks):
         memory = backend.allocate(torch.Size([2, layers, 1, heads * dim]), torch.bfloat16, MemoryFormat.KV_2LTD)
         backend.submit_put_task(CacheEngineKey(MODEL, 1, 0, (1 << 62) + i, torch.bfloat16), memory)
         memory.ref_count_down()
     gc.collect()
-    return own_bytes() - before
+    return resident_bytes() - before
 
 
 def _multiprocess(chunks: int) -> int:
@@ -314,14 +323,14 @@ def _multiprocess(chunks: int) -> int:
     layout = MemoryLayoutDesc(shapes=[torch.Size([8])], dtypes=[torch.bfloat16])
     rank = ObjectKey.ComputeKVRank(1, 0, 1, 0)
     gc.collect()
-    before = own_bytes()
+    before = resident_bytes()
     for first in range(0, chunks, 1000):
         hashes = [i.to_bytes(32, "big") for i in range(first, min(first + 1000, chunks))]
         keys = [ObjectKey(chunk_hash=each, model_name=MODEL, kv_rank=rank) for each in hashes]
         manager.reserve_write(keys, layout)
         manager.finish_write(keys)
     gc.collect()
-    return own_bytes() - before
+    return resident_bytes() - before
 
 
 def _sync(paths: Sequence[str]) -> None:
@@ -340,4 +349,4 @@ def _drop(paths: Sequence[str]) -> None:
 
 
 if __name__ == "__main__":
-    serve(Theirs())
+    serve(LMCacheWorker())

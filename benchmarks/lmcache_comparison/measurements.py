@@ -9,10 +9,10 @@ from shutil import rmtree
 from statistics import median
 from typing import Any, Protocol
 
-from form import MORE_IS_BETTER, Row
-from form.floor import copy_rate, drive_rate
+from harness import MORE_IS_BETTER, Row
+from harness.hardware_limit import copy_rate, drive_rate
 
-from versus.work import LEAST, LLAMA_3_8B, Shape, token_bytes
+from lmcache_comparison.workload import LEAST, LLAMA_3_8B, Shape, token_bytes
 
 STRUCTURES = ("in-process", "multiprocess")
 PATHS = {"direct": True, "buffered": False}
@@ -21,11 +21,11 @@ PATHS = {"direct": True, "buffered": False}
 WARM = 3  # prompts: memory that was touched once, room that was filled once
 
 
-class Wrong(SystemExit):
+class WrongResult(SystemExit):
     """What was measured is not what the row's name says: no figure is better than a wrong one."""
 
 
-class Asked(Protocol):
+class Worker(Protocol):
     def ask(self, verb: str, **arguments: Any) -> Any: ...
 
 
@@ -44,7 +44,7 @@ class Sizes:
 
 
 @dataclass(frozen=True)
-class Figure:
+class Measurement:
     """What both sides reached, a number a round."""
 
     id: str
@@ -67,7 +67,7 @@ class Figure:
 class Alternation:
     """Asks both sides the same. Who is first changes with every question."""
 
-    def __init__(self, ours: Asked, theirs: Asked) -> None:
+    def __init__(self, ours: Worker, theirs: Worker) -> None:
         self.ours, self.theirs = ours, theirs
         self._asked = 0
 
@@ -79,29 +79,29 @@ class Alternation:
         return answers[id(self.ours)], answers[id(self.theirs)]
 
 
-def matching(turns: Alternation, sizes: Sizes) -> Iterator[Figure]:
+def measure_match(turns: Alternation, sizes: Sizes) -> Iterator[Measurement]:
     """Look-ups of a long prompt in an index of four, and room for 256 tokens where there is none."""
     tokens = sizes.match_tokens
     turns.ask("open", shape=LEAST, tokens=tokens, room_tokens=4 * tokens)
     for seed in range(6):  # more than there is room for: ours is a little larger than asked for
         turns.ask("store", seed=seed)
 
-    def measured(name: str, unit: str, verb: str, **arguments: Any) -> Figure:
+    def measured(name: str, unit: str, verb: str, **arguments: Any) -> Measurement:
         answers = [turns.ask(verb, runs=5, **arguments) for _ in range(sizes.rounds)]
         scale = {"ms": 1e3, "us": 1e6}[unit]
         ours, theirs = ([scale * s for answer in side for s in answer] for side in zip(*answers, strict=True))
-        return Figure(name, unit, ours, theirs)
+        return Measurement(name, unit, ours, theirs)
 
     yield measured("match/tensor", "ms", "match", seed=5, kind="tensor")
     yield measured("match/list", "ms", "match", seed=5, kind="list")
     yield measured("match/hold", "ms", "hold", seed=5)
     room = measured("evict/256_tokens", "us", "evict", tokens=256)
     yield room
-    yield Figure("evict", "us", [us / 16 for us in room.ours], room.theirs)
+    yield Measurement("evict", "us", [us / 16 for us in room.ours], room.theirs)
     turns.ask("close")
 
 
-def through_host(turns: Alternation, sizes: Sizes) -> Iterator[Figure]:
+def measure_host(turns: Alternation, sizes: Sizes) -> Iterator[Measurement]:
     """A prompt out of an engine's pages into host memory and back, in a tier that is full."""
     turns.ask("open", shape=sizes.shape, tokens=sizes.tokens, room_tokens=sizes.tokens * 5 // 2)
     stored, retrieved = [], []
@@ -114,7 +114,7 @@ def through_host(turns: Alternation, sizes: Sizes) -> Iterator[Figure]:
     yield _rates("host/retrieve", retrieved, "seconds", "seconds", sizes, floor)
 
 
-def through_disk(turns: Alternation, sizes: Sizes, directory: Path) -> Iterator[Figure]:
+def measure_disk(turns: Alternation, sizes: Sizes, directory: Path) -> Iterator[Measurement]:
     """A prompt to the drive, and another one back that has left memory, by each of LMCache's paths."""
     for path, direct in PATHS.items():
         floor = drive_rate(directory) / 1e9
@@ -141,7 +141,7 @@ def through_disk(turns: Alternation, sizes: Sizes, directory: Path) -> Iterator[
         yield _rates(f"disk/retrieve/{path}", retrieved, "seconds", "seconds", sizes, floor)
 
 
-def through_redis(turns: Alternation, sizes: Sizes, url: str, *, native: bool = False) -> Iterator[Figure]:
+def measure_redis(turns: Alternation, sizes: Sizes, url: str, *, native: bool = False) -> Iterator[Measurement]:
     """A prompt to a server, until it can be found there, and another one back that has left memory. `native`: by
     LMCache's client in C++."""
     path = "/native" if native else ""
@@ -154,41 +154,43 @@ def through_redis(turns: Alternation, sizes: Sizes, url: str, *, native: bool = 
             retrieved.append(_checked(turns.ask("retrieve", seed=seed - WARM), tokens, near=0))
     size = tokens * token_bytes(sizes.shape) / 1e9
     pairs = [(size / a["durable_s"], size / b["found_s"]) for a, b in stored[WARM:]]
-    yield Figure(f"redis/store{path}", "GB/s", *zip(*pairs, strict=True))
+    yield Measurement(f"redis/store{path}", "GB/s", *zip(*pairs, strict=True))
     rates = [[size / answer["seconds"] for answer in side] for side in zip(*retrieved, strict=True)]
-    yield Figure(f"redis/retrieve{path}", "GB/s", *rates)
+    yield Measurement(f"redis/retrieve{path}", "GB/s", *rates)
 
 
-def asking_redis(turns: Alternation, sizes: Sizes, url: str, *, native: bool = False) -> Iterator[Figure]:
+def measure_redis_lookup(turns: Alternation, sizes: Sizes, url: str, *, native: bool = False) -> Iterator[Measurement]:
     """How long a process that has just begun takes to know that a server has all of a long prompt."""
     tokens = sizes.match_tokens
     turns.ask("open", shape=LEAST, tokens=tokens, room_tokens=2 * tokens, url=url, native=native)
     turns.ask("store", seed=0)
     answers = [turns.ask("contains", seed=0, runs=2) for _ in range(sizes.rounds)]
     ours, theirs = ([1e3 * s for answer in side for s in answer] for side in zip(*answers, strict=True))
-    yield Figure(f"redis/contains{'/native' if native else ''}", "ms", ours, theirs)
+    yield Measurement(f"redis/contains{'/native' if native else ''}", "ms", ours, theirs)
 
 
-def beside(ours: Asked, theirs: Mapping[str, Asked], sizes: Sizes) -> Iterator[Figure]:
+def measure_memory(ours: Worker, theirs: Mapping[str, Worker], sizes: Sizes) -> Iterator[Measurement]:
     """Bytes a cached token beside its keys and values. Each side is a fresh process: theirs, one a structure."""
     value = ours.ask("structure", name="ours", records=sizes.records)
     for name, side in theirs.items():
         peer = side.ask("structure", name=name, records=sizes.records)
-        yield Figure(f"bytes_a_token/{name}", "B", [value], [peer])
+        yield Measurement(f"bytes_a_token/{name}", "B", [value], [peer])
 
 
 def _checked(answers: tuple[Any, Any], tokens: int, near: int) -> tuple[Any, Any]:
     for who, answer in zip(("ours", "theirs"), answers, strict=True):
         found = {name: answer[name] for name in ("hits", "near", "wrong")}
         if found != {"hits": tokens, "near": near, "wrong": 0}:
-            raise Wrong(f"{who}: of {tokens} tokens {found}: expected all as hits, {near} near, none wrong")
+            raise WrongResult(f"{who}: of {tokens} tokens {found}: expected all as hits, {near} near, none wrong")
     return answers
 
 
 def _rates(
     name: str, answers: Sequence[tuple[Any, Any]], ours: str, theirs: str, sizes: Sizes, floor: float | None = None
-) -> Figure:
+) -> Measurement:
     """GB/s, without the rounds that warmed up. `ours` and `theirs` name the seconds in an answer."""
     counted = answers[-sizes.rounds :]
     size = sizes.prompt_bytes / 1e9
-    return Figure(name, "GB/s", [size / a[ours] for a, _ in counted], [size / b[theirs] for _, b in counted], floor)
+    return Measurement(
+        name, "GB/s", [size / a[ours] for a, _ in counted], [size / b[theirs] for _, b in counted], floor
+    )

@@ -16,7 +16,7 @@ HERE = Path(__file__).parents[1]
 STARTING_S, CLOSING_S = 300.0, 10.0
 
 
-class LostError(Exception):
+class WorkerLostError(Exception):
     """The process ended or did not answer in time: `what` says which."""
 
     def __init__(self, what: str, last_words: str) -> None:
@@ -24,7 +24,7 @@ class LostError(Exception):
         self.what = what
 
 
-class Side:
+class WorkerProcess:
     """`command` starts a program that calls `serve`; what it prints goes to `log`. Starting does not wait for it, and
     the first answer may take as long as a start does."""
 
@@ -45,7 +45,7 @@ class Side:
         self._line, self._answers = mine, mine.makefile("rw")
 
     def ask(self, verb: str, **arguments: Any) -> Any:
-        """The answer. RuntimeError where the library raised; LostError where it is gone."""
+        """The answer. RuntimeError where the library raised; WorkerLostError where it is gone."""
         what = "the process ended"
         try:
             self._answers.write(json.dumps([verb, arguments]) + "\n")
@@ -57,7 +57,7 @@ class Side:
             line = ""
         if not line:
             self._lost = True
-            raise LostError(what, self._last_words())
+            raise WorkerLostError(what, self._last_words())
         self._line.settimeout(self._timeout_s)
         answer = json.loads(line)
         if "error" in answer:
@@ -78,7 +78,7 @@ class Side:
     def _last_words(self) -> str:
         return " | ".join(self._log.read_text(errors="replace").splitlines()[-5:])
 
-    def __enter__(self) -> Side:
+    def __enter__(self) -> WorkerProcess:
         return self
 
     def __exit__(

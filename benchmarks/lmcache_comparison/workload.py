@@ -67,7 +67,7 @@ class Pages:
         return int((differs.flatten() & torch.as_tensor(hit)).sum())
 
 
-def own_bytes(*, without: Sequence[tuple[int, int]] = ()) -> int:
+def resident_bytes(*, without: Sequence[tuple[int, int]] = ()) -> int:
     """Private memory of this process that is resident, `without` that of the mappings which have a part of these
     addresses, from the first to the end."""
     total, counts = 0, False

@@ -41,7 +41,7 @@ def page(results: Path) -> str:
 
 def _section(document: Document) -> Iterator[str]:
     name = document["benchmark"]
-    source = "versus/truth.py" if "faults" in document else f"{name}.py"
+    source = "lmcache_comparison/faults.py" if "faults" in document else f"{name}.py"
     about = ast.get_docstring(ast.parse((BENCHMARKS / source).read_text(encoding="utf-8"))) or ""
     lead, _, rest = about.partition("\n\n")
     yield f"## {name}\n\n{' '.join(lead.split())}\n\n`{_command(name)}`, {_circumstances(document)}.\n"

@@ -86,12 +86,12 @@ def run(job: dict[str, Any], timeout_s: float = 900) -> list[Any]:
 def redis() -> Iterator[str]:
     """The URL of a server of this run's own; "" where there is none to start."""
     sys.path.insert(0, str(ROOT))
-    from tests.peer.server import MISSING, Server
+    from tests.peer.redis_server import MISSING, RedisServer
 
     if MISSING:
         yield ""
         return
-    server = Server("--maxmemory", "4gb")
+    server = RedisServer("--maxmemory", "4gb")
     try:
         yield server.tcp
     finally:

@@ -32,10 +32,11 @@ from numpy.typing import NDArray
 from kvcache.evict.policy import AGE_BINS, AGE_EDGES, Evidence, Policy, age_bin, class_count
 
 # The prior: reuses and waits of other caches' blocks, shipped as data. `prior.json` has, by class and age bin, the
-# blocks that were reused and those that could have been, in millionths of all blocks. `python benchmarks/prior.py
-# --write` makes it from half of each tuning trace (docs/eviction.md). It says how classes and ages compare. Within a
-# class the chance per request never grows with age, so that of blocks used alike the older is evicted, as by LRU. It
-# counts as PRIOR_BLOCKS more blocks seen here, fewer as the cache sees its own, and none from PRIOR_END_BLOCKS on.
+# blocks that were reused and those that could have been, in millionths of all blocks.
+# `python benchmarks/hazard_prior.py --write` makes it from half of each tuning trace (docs/eviction.md). It says how
+# classes and ages compare. Within a class the chance per request never grows with age, so that of blocks used alike
+# the older is evicted, as by LRU. It counts as PRIOR_BLOCKS more blocks seen here, fewer as the cache sees its own,
+# and none from PRIOR_END_BLOCKS on.
 
 PRIOR_FILE = Path(__file__).with_name("prior.json")
 PRIOR_BLOCKS, PRIOR_END_BLOCKS = 300.0, 50_000.0

@@ -17,9 +17,9 @@ from kvcache import native
 from kvcache.block.chain import Chain, digest_chain, digest_chain_reference, encode_extras, tokens
 from kvcache.block.layout import KVLayout
 from kvcache.errors import TokenError
-from tests.vectors import page
+from tests.vectors import spec_reference
 
-NAMESPACE = page.sha(b"a namespace")
+NAMESPACE = spec_reference.sha(b"a namespace")
 ids = st.lists(st.integers(0, 2**32 - 1), max_size=70)
 extra_pairs = st.lists(st.tuples(st.binary(min_size=1, max_size=5), st.binary(max_size=5)), max_size=2)
 
@@ -38,7 +38,7 @@ def chain_of(block_tokens, *parts):
 def test_the_chain_is_that_of_the_page(block_tokens, token_ids, extras):
     extras = extras[: -(-len(token_ids) // block_tokens)]
     chain = chain_of(block_tokens, (token_ids, extras))
-    assert chain.signatures == page.chain(NAMESPACE, block_tokens, token_ids, extras)
+    assert chain.signatures == spec_reference.chain(NAMESPACE, block_tokens, token_ids, extras)
     assert chain.tokens == len(token_ids)
 
 
@@ -108,7 +108,7 @@ def test_the_chain_keeps_nothing_of_the_callers_buffer():
     chain.extend(buffer)
     buffer[:] = 0
     chain.extend([6, 7])
-    assert chain.signatures == page.chain(NAMESPACE, 4, list(range(8)))
+    assert chain.signatures == spec_reference.chain(NAMESPACE, 4, list(range(8)))
 
 
 @pytest.mark.parametrize(
@@ -131,7 +131,7 @@ def test_a_refused_extension_changes_nothing(token_ids, extras, said):
         with pytest.raises(TokenError):
             chain.extend(token_ids, extras)
     chain.extend([6, 7])
-    assert chain.signatures == page.chain(NAMESPACE, 4, list(range(8)), [[], [(b"kept", b"")]])
+    assert chain.signatures == spec_reference.chain(NAMESPACE, 4, list(range(8)), [[], [(b"kept", b"")]])
 
 
 def test_chains_begin_from_a_namespace_id():
@@ -158,11 +158,11 @@ def test_extras_are_told_apart():
 
 
 def test_digests_are_bound_to_the_namespace():
-    digests = [page.sha(b"%d" % i) for i in range(3)]
+    digests = [spec_reference.sha(b"%d" % i) for i in range(3)]
     chain = Chain.from_digests(NAMESPACE, digests, 16)
-    assert chain.signatures == page.bind(NAMESPACE, digests)
+    assert chain.signatures == spec_reference.bind(NAMESPACE, digests)
     assert (chain.tokens, chain.parents(0), chain.parents(2)) == (48, NAMESPACE, chain.signatures[1])
-    assert Chain.from_digests(page.sha(b"another"), digests, 16).signatures != chain.signatures
+    assert Chain.from_digests(spec_reference.sha(b"another"), digests, 16).signatures != chain.signatures
 
 
 @pytest.mark.parametrize("digest", [b"15 bytes long..", b"", "a" * 64, 7])
@@ -332,7 +332,7 @@ def test_neither_process_nor_hash_seed_matters(seed):
         "cache_salt": "",
         "facts": {c: {d: c + d for d in "xyz"} for c in "abcdefgh"},
     }
-    namespace = page.namespace_id(fields)
+    namespace = spec_reference.namespace_id(fields)
     assert run.stdout.split() == [
-        s.hex() for s in (namespace, *page.chain(namespace, 16, list(range(40)), [[(b"t", b"d")]]))
+        s.hex() for s in (namespace, *spec_reference.chain(namespace, 16, list(range(40)), [[(b"t", b"d")]]))
     ]

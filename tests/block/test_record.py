@@ -25,8 +25,8 @@ from kvcache.block.record import (
     verify,
 )
 from kvcache.errors import KVCacheError
-from tests.vectors import page
-from tests.vectors.make import pattern
+from tests.vectors import spec_reference
+from tests.vectors.generate import pattern
 
 CHECKS = {
     "short",
@@ -42,7 +42,7 @@ CHECKS = {
     "codec",
     "payload_sum",
 }
-NAMESPACE, PARENT_SIGNATURE, SIGNATURE = (page.sha(name) for name in (b"namespace", b"parent", b"signature"))
+NAMESPACE, PARENT_SIGNATURE, SIGNATURE = (spec_reference.sha(name) for name in (b"namespace", b"parent", b"signature"))
 ADDRESS = Address(NAMESPACE, SIGNATURE, PARENT_SIGNATURE, 1, Shard(0, 4, 2, 6))
 PAYLOAD = pattern(3000, 7)
 
@@ -88,12 +88,12 @@ def test_what_was_sealed_is_read_back(size, with_parent, codec, write_id, fields
         stored_bytes=size,
         decoded_bytes=size + 5,
         write_id=write_id,
-        payload_sum=page.xxh3(page.sums(payload)),
+        payload_sum=spec_reference.xxh3(spec_reference.sums(payload)),
         fields=header.fields,
         header_bytes=used,
     )
     assert {tag: value for tag, value in header.fields.items() if tag > CHUNK_SUMS} == fields
-    assert header.chunk_sums == page.sums(payload)
+    assert header.chunk_sums == spec_reference.sums(payload)
     assert not any(slot[used:area])
     assert slot[area:] == payload
 
@@ -110,7 +110,7 @@ def test_the_pieces_of_a_payload_do_not_matter(sizes, padding):
         at += size
     pieces.append(memoryview(bytes(padding)))
     assert verify(slot[:area], pieces, ADDRESS).stored_bytes == len(payload)
-    assert chunk_sums(pieces, len(payload)) == page.sums(payload)
+    assert chunk_sums(pieces, len(payload)) == spec_reference.sums(payload)
 
 
 def test_a_chunk_can_be_checked_alone():
@@ -126,11 +126,11 @@ def test_the_padded_form_lies_on_page_boundaries_and_has_room_for_parent_and_sum
     sums = 8 * -(-payload_bytes // CHUNK_BYTES)
     assert area % 4096 == 0
     assert FIXED_BYTES + 6 + 32 + 6 + sums <= area
-    assert record_bytes(payload_bytes) == area + page.up(payload_bytes, 4096)
+    assert record_bytes(payload_bytes) == area + spec_reference.up(payload_bytes, 4096)
 
 
 def test_fields_that_find_no_room_are_left_out_higher_tags_first():
-    need = FIXED_BYTES + 6 + len(page.sums(PAYLOAD))
+    need = FIXED_BYTES + 6 + len(spec_reference.sums(PAYLOAD))
     ids = bytes(64)
     fields = {TOKEN_IDS: ids, COST: bytes(8)}
 
@@ -186,10 +186,10 @@ def test_write_ids_differ():
 @pytest.mark.parametrize(
     ("change", "check"),
     [
-        ({"namespace": page.sha(b"x")}, "namespace"),
-        ({"signature": page.sha(b"x")}, "address"),
-        ({"signature": SIGNATURE[:16] + page.sha(b"x")[16:]}, "signature"),
-        ({"parent": page.sha(b"x")}, "parent"),
+        ({"namespace": spec_reference.sha(b"x")}, "namespace"),
+        ({"signature": spec_reference.sha(b"x")}, "address"),
+        ({"signature": SIGNATURE[:16] + spec_reference.sha(b"x")[16:]}, "signature"),
+        ({"parent": spec_reference.sha(b"x")}, "parent"),
         ({"group": 0}, "address"),
         ({"shard": Shard(0, 4, 0, 6)}, "address"),
     ],
@@ -288,7 +288,7 @@ def test_damaged_in_any_way_it_is_the_payload_or_a_named_check(harm, mend):
             slot[at:] = slot[at + what :] + bytes(what)
     if mend and len(slot) >= FIXED_BYTES:
         size = int.from_bytes(slot[120:124], "little")
-        slot[128:136] = page.u64(page.xxh3(bytes(slot[:128] + slot[136 : 136 + size])))
+        slot[128:136] = spec_reference.u64(spec_reference.xxh3(bytes(slot[:128] + slot[136 : 136 + size])))
     got = checked(slot, min(area, len(slot)))
     assert isinstance(got, RecordError) or got == PAYLOAD
 
@@ -301,10 +301,10 @@ def test_any_bytes_at_all_are_borne(header, payload):
 
 @given(st.binary(max_size=120), st.integers(0, 2**64 - 1))
 def test_any_fields_under_a_right_checksum_are_borne(tagged, stored):
-    fixed = bytearray(page.header(PAYLOAD, **_parts(), fields=[])[:128])
-    fixed[88:96] = page.u64(stored)
-    fixed[120:124] = page.u32(len(tagged))
-    head = bytes(fixed) + page.u64(page.xxh3(bytes(fixed) + tagged)) + tagged
+    fixed = bytearray(spec_reference.header(PAYLOAD, **_parts(), fields=[])[:128])
+    fixed[88:96] = spec_reference.u64(stored)
+    fixed[120:124] = spec_reference.u32(len(tagged))
+    head = bytes(fixed) + spec_reference.u64(spec_reference.xxh3(bytes(fixed) + tagged)) + tagged
     error = checked(head + PAYLOAD, len(head))
     assert isinstance(error, RecordError)
     assert error.check == "field"

@@ -9,7 +9,7 @@ import pytest
 
 from kvcache.block.revision import SAMPLE_BYTES, adapter_revision, loader_kinds, model_revision, weight_bytes
 from kvcache.errors import ModelError
-from tests.vectors import page
+from tests.vectors import spec_reference
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 SMALL = 64 * SAMPLE_BYTES
@@ -36,14 +36,16 @@ def expected(*files):
     for path in files:
         data, name = path.read_bytes(), path.name.encode()
         head = data[8 : 8 + int.from_bytes(data[:8], "little")] if path.suffix == ".safetensors" else b""
-        text += page.u64(len(name)) + name + page.u64(len(data)) + page.u64(len(head)) + head
+        text += (
+            spec_reference.u64(len(name)) + name + spec_reference.u64(len(data)) + spec_reference.u64(len(head)) + head
+        )
         if len(data) <= 4 << 20:
             text += data
         else:
             for i in range(64):
                 at = i * (len(data) - 65_536) // 63
                 text += data[at : at + 65_536]
-    return "sha256:" + page.sha(text).hex()
+    return "sha256:" + spec_reference.sha(text).hex()
 
 
 def test_a_snapshot_of_the_hub_has_its_commit_and_digest(tmp_path):

@@ -11,26 +11,26 @@ from kvcache.block.cipher import RecordSigner
 from kvcache.block.layout import Group, KVLayout, Shard
 from kvcache.block.namespace import Namespace, encode
 from kvcache.block.record import Address, RecordError, header_area, read_header, seal, verify
-from tests.vectors import make, page
+from tests.vectors import generate, spec_reference
 
-KEY = json.loads((make.HERE / "key.json").read_text())
-RECORD = json.loads((make.HERE / "record.json").read_text())
+KEY = json.loads((generate.HERE / "key.json").read_text())
+RECORD = json.loads((generate.HERE / "record.json").read_text())
 
 
 def test_the_stored_vectors_are_those_of_the_second_implementation():
-    assert (make.HERE / "key.json").read_text() == make.text(make.key_vectors())
-    assert (make.HERE / "record.json").read_text() == make.text(make.record_vectors())
-    assert (make.HERE / "redis.json").read_text() == make.text(make.redis_vectors())
+    assert (generate.HERE / "key.json").read_text() == generate.text(generate.key_vectors())
+    assert (generate.HERE / "record.json").read_text() == generate.text(generate.record_vectors())
+    assert (generate.HERE / "redis.json").read_text() == generate.text(generate.redis_vectors())
 
 
 @pytest.mark.parametrize("row", KEY["encodings"], ids=lambda row: row["bytes"][:20])
 def test_encodings(row):
-    assert encode(make.untag(row["value"])).hex() == row["bytes"]
+    assert encode(generate.untag(row["value"])).hex() == row["bytes"]
 
 
 @pytest.mark.parametrize("row", KEY["namespaces"], ids=lambda row: row["id"][:8])
 def test_namespaces(row):
-    fields = make.untag(row["fields"])
+    fields = generate.untag(row["fields"])
     layout = fields.pop("layout")
     groups = tuple(Group(**group | {"order": tuple(group["order"])}) for group in layout["groups"])
     namespace = Namespace(KVLayout(groups, layout["block_tokens"]), **fields)
@@ -58,7 +58,7 @@ def address_of(row):
 
 @pytest.mark.parametrize("row", RECORD["sound"], ids=lambda row: row["name"])
 def test_sound_records(row):
-    payload = make.pattern(**row["payload"])
+    payload = generate.pattern(**row["payload"])
     address, head = address_of(row["address"]), bytes.fromhex(row["header"])
     area = header_area(row["decoded_bytes"])
     slot = bytearray(area)
@@ -75,8 +75,8 @@ def test_sound_records(row):
     assert slot[:used] == head
     padded = slot + payload + bytes(-len(payload) % 4096)
     assert len(padded) == row["padded_bytes"]
-    assert page.sha(padded).hex() == row["padded_sha256"]
-    assert page.sha(head + payload).hex() == row["cut_sha256"]
+    assert spec_reference.sha(padded).hex() == row["padded_sha256"]
+    assert spec_reference.sha(head + payload).hex() == row["cut_sha256"]
     for form in (slot, head):
         header = verify(form, memoryview(payload), address, decoded_bytes=row["decoded_bytes"], codecs=[row["codec"]])
         assert header.address == address
@@ -85,7 +85,7 @@ def test_sound_records(row):
 
 @pytest.mark.parametrize("row", RECORD["sound"], ids=lambda row: row["name"])
 def test_keyed_digests(row):
-    head, payload = bytes.fromhex(row["header"]), memoryview(make.pattern(**row["payload"]))
+    head, payload = bytes.fromhex(row["header"]), memoryview(generate.pattern(**row["payload"]))
     signer = RecordSigner([bytes.fromhex(RECORD["signing_key"])])
     assert signer.sign(head, read_header(head), [payload]).hex() == row["keyed_digest"]
 

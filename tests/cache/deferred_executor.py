@@ -7,7 +7,7 @@ from concurrent.futures import Future
 from typing import Any
 
 
-class Later:
+class DeferredExecutor:
     def __init__(self) -> None:
         self.calls: list[Callable[[], Any]] = []
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 import kvcache
-from tests.contract.caches import FULL, HYBRID, Engine, bind, store
+from tests.contract.fake_engine import FULL, HYBRID, Engine, bind, store
 
 
 def opened(place: Path) -> Any:

@@ -22,8 +22,8 @@ from kvcache.os_env import Executor, InlineExecutor, OsEnv, ThreadExecutor
 from kvcache.settings.sources import load
 from kvcache.tier.tier import Outcome
 from kvcache.transfer.pages import GroupPages
-from tests.cache.deferred_executor import Later
-from tests.contract.caches import settled
+from tests.cache.deferred_executor import DeferredExecutor
+from tests.contract.fake_engine import flushed
 
 LAYOUT = KVLayout.mha(layers=1, kv_heads=1, head_dim=256, dtype="fp32", block_tokens=4)  # 12 KiB a record
 BLOCKS = 8
@@ -96,7 +96,7 @@ def test_events_add_up_to_the_counters(turns: list[tuple[int, int]], queue: int)
     with TemporaryDirectory() as place, closing(opened(Path(place), queue=queue)) as cache:
         for number, (chain, blocks) in enumerate(turns):
             turn(cache, chain, blocks, f"turn {number}")
-        assert settled(cache)
+        assert flushed(cache)
         assert cache.check() == []
         events, count = cache.events.last(), cache.counters.get
 
@@ -138,8 +138,8 @@ def test_a_damaged_record_is_refused_and_said(tmp_path: Path) -> None:
         assert all("checksum" in fault for fault in found)
 
 
-def with_copies_later() -> tuple[OsEnv, Later]:
-    later = Later()
+def with_copies_later() -> tuple[OsEnv, DeferredExecutor]:
+    later = DeferredExecutor()
 
     def executor(threads: int, name: str) -> Executor:
         return later if name == "copy" else ThreadExecutor(threads, name)

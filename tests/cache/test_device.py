@@ -24,7 +24,7 @@ from kvcache.transfer.copier import CopierRegistry
 from kvcache.transfer.cuda.copier import CudaCopier
 from kvcache.transfer.cuda.crossover import NEVER, Crossover
 from kvcache.transfer.pages import GroupPages
-from tests.cache.deferred_executor import Later
+from tests.cache.deferred_executor import DeferredExecutor
 from tests.transfer.cuda_on_cpu import HostDevice, LazyHostDevice
 
 LAYOUT = KVLayout.mha(layers=4, kv_heads=2, head_dim=8, dtype="fp32", block_tokens=4)  # 2 KiB a block
@@ -108,7 +108,7 @@ def test_a_store_waits_for_what_was_computed_and_a_load_for_what_is_read(
     layout: KVLayout, seed: int, blocks: int, drive: bool, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     """The engine goes on with its stream as soon as `store` and `load` return."""
-    device, later = LazyHostDevice(seed), Later()
+    device, later = LazyHostDevice(seed), DeferredExecutor()
     place = tmp_path_factory.mktemp("drive") if drive else None
     with opened(device, place, copies=later) as cache:
         engine = Engine(device, layout)
@@ -135,7 +135,7 @@ def test_a_store_waits_for_what_was_computed_and_a_load_for_what_is_read(
 
 
 def test_a_layer_is_there_before_the_load_is_over() -> None:
-    device, later = LazyHostDevice(7), Later()
+    device, later = LazyHostDevice(7), DeferredExecutor()
     with opened(device, copies=later) as cache:
         engine = Engine(device, LAYOUT)
         with bound(cache).request() as r:
@@ -163,7 +163,7 @@ def test_a_layer_is_there_before_the_load_is_over() -> None:
 
 
 def test_a_layer_of_a_load_that_fails_is_not_waited_for_for_ever() -> None:
-    device, later = HostDevice(), Later()
+    device, later = HostDevice(), DeferredExecutor()
     with opened(device, copies=later) as cache:
         engine = Engine(device, LAYOUT)
         with bound(cache).request() as r:

@@ -14,8 +14,8 @@ import kvcache
 from kvcache.block.record import ENCRYPTION, PARENT, read_header, with_field
 from kvcache.errors import ConfigError
 from tests.cache.test_object_tier import load
-from tests.contract.caches import FULL, Engine, bind, quiet, store
-from tests.peer.server import MISSING, empty
+from tests.contract.fake_engine import FULL, Engine, bind, store, wait_background
+from tests.peer.redis_server import MISSING, empty
 
 pytest.importorskip("cryptography", reason="encryption needs cryptography")
 
@@ -97,7 +97,7 @@ def filled() -> tuple[Engine, list[bytes]]:
 def kept(cache: Any, engine: Engine) -> None:
     assert store(bind(cache), engine, TOKENS, list(range(10))).blocks == 10
     assert cache.flush(30)
-    quiet(cache)  # a concurrent writer has files that come and go
+    wait_background(cache)  # a concurrent writer has files that come and go
 
 
 def test_nothing_of_a_payload_lies_there_and_all_of_it_comes_back(opened: Open, tier: str, tmp_path: Path) -> None:

@@ -15,9 +15,9 @@ from kvcache.errors import ConfigError
 from kvcache.os_env import LocalDisk
 from kvcache.tier.host.arena import Region
 from kvcache.tier.redis.keys import part_key
-from tests.cache.test_object_tier import settled
-from tests.contract.caches import FULL, Engine, quiet, store
-from tests.peer.server import MISSING, Server, empty
+from tests.cache.test_object_tier import final_match
+from tests.contract.fake_engine import FULL, Engine, store, wait_background
+from tests.peer.redis_server import MISSING, RedisServer, empty
 
 MiB = 1 << 20
 TOKENS = list(range(40))  # ten blocks
@@ -40,7 +40,7 @@ def opened(tmp_path: Path) -> Iterator[Callable[..., Any]]:
             assert cache.check() == []
             cache.close()
 
-    def open_cache(server: Server = shared) -> Any:
+    def open_cache(server: RedisServer = shared) -> Any:
         end()
         caches.append(
             kvcache.open(
@@ -72,12 +72,12 @@ def kept(bound: Any) -> list[bytes]:
 
 def found(bound: Any) -> int:
     with bound.request() as r:
-        return int(settled(r, TOKENS).blocks)
+        return int(final_match(r, TOKENS).blocks)
 
 
 def lies(cache: Any, place: Path, blocks: list[bytes]) -> set[str]:
     """In which tiers a piece of one of these blocks lies, whatever says that it does."""
-    quiet(cache)  # a concurrent writer has files that come and go
+    wait_background(cache)  # a concurrent writer has files that come and go
     client = empty(place).client
     media = {
         "host": b"".join(bytes(region.view) for region in cache.host.arena._regions()),
@@ -161,7 +161,7 @@ def test_all_that_is_given_must_fit(opened: Any) -> None:
 
 
 def test_a_tier_that_does_not_answer_is_said(opened: Any, tmp_path: Path) -> None:
-    server = Server()
+    server = RedisServer()
     try:
         cache = opened(server)
         blocks = kept(bind(cache, "mine"))
@@ -184,7 +184,7 @@ def test_what_may_be_anybodys_goes_only_by_its_id_alone(opened: Any, monkeypatch
     cache = opened()
     mine = bind(cache, "mine")
     kept(mine)
-    quiet(cache)
+    wait_background(cache)
     cache.erasure._owners.clear()
     for tier in everything(cache):
         monkeypatch.setattr(tier, "owners", dict)
@@ -244,7 +244,7 @@ def test_whose_a_namespace_is_is_noted_until_it_is_kept(opened: Any, monkeypatch
         raise OSError("full")
 
     def noted() -> list[bool]:
-        quiet(cache)
+        wait_background(cache)
         return [mine.id in tier.owners() for tier in cache.lower_tiers]
 
     with monkeypatch.context() as patch:
@@ -259,7 +259,7 @@ def test_whose_a_namespace_is_is_noted_until_it_is_kept(opened: Any, monkeypatch
 
 
 def test_a_server_that_does_not_let_its_keys_be_listed_is_said(opened: Any) -> None:
-    server = Server()
+    server = RedisServer()
     try:
         cache = opened(server)
         kept(bind(cache, "mine"))

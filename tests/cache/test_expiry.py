@@ -17,10 +17,10 @@ from kvcache.settings.sources import load as load_settings
 from kvcache.testing.naive_cache import NaiveCache
 from kvcache.testing.tier import chain
 from kvcache.tier.tier import Outcome, Ticket
-from tests.cache.deferred_executor import Later
-from tests.cache.test_object_tier import load, settled
-from tests.contract.caches import FULL, HYBRID, Engine, bind, store
-from tests.peer.server import MISSING, empty
+from tests.cache.deferred_executor import DeferredExecutor
+from tests.cache.test_object_tier import final_match, load
+from tests.contract.fake_engine import FULL, HYBRID, Engine, bind, store
+from tests.peer.redis_server import MISSING, empty
 
 MiB = 1 << 20
 TOKENS = list(range(40))  # ten blocks
@@ -94,7 +94,7 @@ def kept(bound: Any, seed: int, *, ttl_s: float | None = None, first: int = 0, e
 
 def found(bound: Any) -> int:
     with bound.request() as r:
-        return int(settled(r, TOKENS).blocks)
+        return int(final_match(r, TOKENS).blocks)
 
 
 def test_the_naive_one(clock: Clock) -> None:
@@ -265,7 +265,7 @@ def test_a_block_demoted_from_host_keeps_its_end(
     cache = opened("nvme", host_bytes=512 << 10, nvme={"write": "write_back"})
     bound, (lane,) = bind(cache), cache.tier_manager.write_back_queues
     kept(bound, 1, ttl_s=60)
-    later, lane._executor = lane._executor, Later()
+    later, lane._executor = lane._executor, DeferredExecutor()
     try:
         for seed in range(40):
             store(bound, Engine(FULL), [1000 + seed, *range(39)], PAGES)

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 import kvcache
-from tests.contract.caches import FULL, HYBRID, Engine, bind, quiet, store
-from tests.peer.server import MISSING, Server, empty
+from tests.contract.fake_engine import FULL, HYBRID, Engine, bind, store, wait_background
+from tests.peer.redis_server import MISSING, RedisServer, empty
 
 MiB = 1 << 20
 TOKENS = list(range(40))  # ten blocks
@@ -23,7 +23,7 @@ Open = Callable[..., Any]
 def opened(tmp_path: Path) -> Iterator[Open]:
     caches: list[Any] = []
 
-    def open_cache(nvme: str = "", redis: Server | None = None, flow: Any = None, **given: Any) -> Any:
+    def open_cache(nvme: str = "", redis: RedisServer | None = None, flow: Any = None, **given: Any) -> Any:
         caches.append(
             kvcache.open(
                 host={"capacity_bytes": 8 * MiB},
@@ -48,7 +48,7 @@ def opened(tmp_path: Path) -> Iterator[Open]:
         cache.close()
 
 
-def settled(r: Any, tokens: Any = TOKENS) -> Any:
+def final_match(r: Any, tokens: Any = TOKENS) -> Any:
     hit = r.match(tokens)
     while hit.pending:
         threading.Event().wait(0.001)
@@ -60,7 +60,7 @@ def load(bound: Any, engine: Engine, tokens: Any = TOKENS) -> tuple[dict[str, in
     """By tier what a match finds, and the bytes of what a load brings."""
     engine.poison()
     with bound.request() as r:
-        hit = settled(r, tokens)
+        hit = final_match(r, tokens)
         r.admit()
         transfer = r.load(hit.blocks, engine.described, engine.ids(list(range(hit.blocks))))
         assert transfer.wait(30)
@@ -107,7 +107,7 @@ def test_what_left_redis_comes_from_the_store(opened: Open, tmp_path: Path) -> N
     assert one.flush(30)
     reader = opened(redis=server)
     with bind(reader).request() as r:
-        assert settled(r).by_tier == {"redis": 10}
+        assert final_match(r).by_tier == {"redis": 10}
         server.client.flushall()
         r.admit()
         page = Engine(FULL)
@@ -123,11 +123,11 @@ def test_write_modes(opened: Open, tmp_path: Path, mode: str) -> None:
     assert cache.flush(30)
     there = bind(opened())
     with there.request() as r:
-        assert settled(r).blocks == (10 if mode == "write_through" else 0)
+        assert final_match(r).blocks == (10 if mode == "write_through" else 0)
     load(bind(cache), engine)
     assert cache.flush(30)
     with bind(opened()).request() as r:
-        assert settled(r).blocks == (0 if mode == "off" else 10)
+        assert final_match(r).blocks == (0 if mode == "off" else 10)
 
 
 def test_two_that_compute_the_same_at_once_store_one_copy(opened: Open, tmp_path: Path) -> None:
@@ -151,13 +151,13 @@ def test_a_store_that_is_emptied_is_a_miss(opened: Open, tmp_path: Path) -> None
     store(bind(one), engine, TOKENS, list(range(10)))
     assert one.flush(30)
     with bind(other).request() as r:
-        assert settled(r).blocks == 10
+        assert final_match(r).blocks == 10
         for cache in (one, other):
-            quiet(cache)  # no cache writes there meanwhile
+            wait_background(cache)  # no cache writes there meanwhile
         shutil.rmtree(tmp_path / "objects")
         r.admit()
         transfer = r.load(10, engine.described, engine.ids(list(range(10))))
         assert transfer.wait(30)
         assert transfer.blocks == 0
     with bind(other).request() as r:
-        assert settled(r).blocks == 0
+        assert final_match(r).blocks == 0

@@ -13,7 +13,7 @@ from kvcache.errors import ConfigError
 from kvcache.os_env import OsEnv
 from kvcache.settings.sources import load
 from tests.cache.test_usage import Clock
-from tests.daemon.house import LAYOUT, bound_to, store
+from tests.daemon.daemon_process import LAYOUT, bound_to, store
 
 BLOCKS = 64
 """Records that fit into host: 12 KiB each."""

@@ -13,7 +13,7 @@ from kvcache.settings.sources import load as load_settings
 from tests.cache.test_pins import flood, packed, pinned, there, tokens
 from tests.cache.test_usage import Clock
 from tests.cache.test_warm_restart import changed, left, taken
-from tests.daemon.house import bound_to, store
+from tests.daemon.daemon_process import bound_to, store
 
 EXTENT = 192 << 10
 """Sixteen records."""

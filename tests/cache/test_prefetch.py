@@ -11,7 +11,7 @@ from kvcache.cache.cache import Cache
 from kvcache.cache.prefetch import ByteBudget, Prefetcher
 from kvcache.settings.sources import load
 from tests.cache.test_pins import packed, tokens
-from tests.daemon.house import bound_to, store
+from tests.daemon.daemon_process import bound_to, store
 
 BLOCKS, PAYLOAD = 6, 8192
 RECORD = 12288

@@ -20,7 +20,7 @@ from kvcache.settings.sources import load
 from kvcache.tier.tier import Outcome
 from kvcache.transfer.pages import GroupPages
 from tests.call_counts import calls
-from tests.contract.caches import settled
+from tests.contract.fake_engine import flushed
 
 KiB = 1 << 10
 EXTENT = 96 * KiB
@@ -112,10 +112,10 @@ def test_sizes_and_tenants_in_turns_for_long(drive: bool, tmp_path: Path, reques
             assert put(cache, of, turn, blocks, tenant) == blocks, f"turn {turn}: no room for {blocks} of {of.groups}"
             assert found(cache, of, turn, blocks, tenant) == blocks
             if turn % 20 == 0:
-                assert settled(cache)
+                assert flushed(cache)
                 assert cache.check() == []
         if drive:
-            assert settled(cache)
+            assert flushed(cache)
             assert cache.counters.get("written_blocks", tier="nvme") > 0
             assert cache.counters.get("drops") == 0
         assert cache.check() == []

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-HERE = "tests/cache/test_reports.py"
+HERE = "tests/cache/test_reported_bugs.py"
 
 ROWS: dict[str, tuple[str, ...]] = {
     "a salt was ignored (2878, 4825)": (f"{HERE}::test_names_that_others_fold_together_stay_apart",),
@@ -27,7 +27,7 @@ ROWS: dict[str, tuple[str, ...]] = {
         "tests/block/test_vectors.py::test_chains",
     ),
     "ranks packed into eight bits": (f"{HERE}::test_ranks_of_any_world_size_have_addresses_of_their_own",),
-    "code taken from the network (5128)": ("tests/cache/test_reports_table.py::test_nothing_runs_what_it_reads",),
+    "code taken from the network (5128)": ("tests/cache/test_reported_bugs_table.py::test_nothing_runs_what_it_reads",),
     "a read lease that ran out in a queue (4691, 4137, vLLM 35931)": (
         f"{HERE}::test_what_was_promised_long_ago_is_served_or_a_clean_miss",
     ),
@@ -45,7 +45,7 @@ ROWS: dict[str, tuple[str, ...]] = {
     ),
     "crashes under concurrency (3536, 3406)": (f"{HERE}::test_eviction_lookups_and_loads_in_threads",),
     "types of ctypes that leak with each call (3767)": (
-        "tests/cache/test_reports_table.py::test_no_type_is_made_within_a_call",
+        "tests/cache/test_reported_bugs_table.py::test_no_type_is_made_within_a_call",
     ),
 }
 

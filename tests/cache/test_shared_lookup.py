@@ -19,8 +19,8 @@ from kvcache.tier.redis import RedisTier
 from kvcache.tier.redis.keys import KeyNames
 from kvcache.tier.tier import Outcome
 from tests.contract.test_cache import FULL, HYBRID, Engine, bind, store
-from tests.peer.proxy import Proxy
-from tests.peer.server import MISSING, Server, empty
+from tests.peer.redis_proxy import RedisProxy
+from tests.peer.redis_server import MISSING, RedisServer, empty
 
 pytestmark = pytest.mark.skipif(bool(MISSING), reason=MISSING)
 
@@ -30,12 +30,12 @@ Open = Callable[..., Any]
 
 
 @pytest.fixture
-def server(tmp_path_factory: pytest.TempPathFactory) -> Server:
+def server(tmp_path_factory: pytest.TempPathFactory) -> RedisServer:
     return empty(tmp_path_factory.mktemp("shared"))
 
 
 @pytest.fixture
-def opened(server: Server) -> Iterator[Open]:
+def opened(server: RedisServer) -> Iterator[Open]:
     """Opens caches on the shared server; each is flushed, audited and closed at the end."""
     caches: list[Any] = []
 
@@ -61,7 +61,7 @@ def opened(server: Server) -> Iterator[Open]:
         cache.close()
 
 
-def settled(r: Any, tokens: Any = TOKENS) -> Any:
+def final_match(r: Any, tokens: Any = TOKENS) -> Any:
     """The hit that stands once no tier is asked any more: as an engine polls, its step in between."""
     hit = r.match(tokens)
     while hit.pending:
@@ -74,7 +74,7 @@ def load(bound: Any, engine: Engine, blocks: int, tokens: Any = TOKENS) -> tuple
     """What a load brings, and the bytes of it."""
     engine.poison()
     with bound.request() as r:
-        assert settled(r, tokens).blocks == blocks
+        assert final_match(r, tokens).blocks == blocks
         r.admit()
         transfer = r.load(blocks, engine.described, engine.ids(list(range(blocks))))
         assert transfer.wait(30)
@@ -127,7 +127,7 @@ def test_what_one_process_stored_the_other_finds_and_keeps_near(opened: Open) ->
     with bound.request() as r:
         first = r.match(TOKENS)
         assert first.pending or first.blocks == 10
-        assert settled(r).by_tier == {"redis": 10}
+        assert final_match(r).by_tier == {"redis": 10}
         r.admit()
     assert load(bound, Engine(FULL), 10) == (10, expected)
     assert other.counters.get("promoted_blocks", tier="redis") == 10
@@ -137,7 +137,7 @@ def test_what_one_process_stored_the_other_finds_and_keeps_near(opened: Open) ->
         assert (hit.pending, hit.by_tier) == (False, {"host": 10})
 
 
-def test_a_longer_prompt_asks_for_the_rest_only(opened: Open, server: Server) -> None:
+def test_a_longer_prompt_asks_for_the_rest_only(opened: Open, server: RedisServer) -> None:
     one, other = opened(), opened()
     engine = Engine(FULL)
     engine.fill(2, list(range(10)))
@@ -146,7 +146,7 @@ def test_a_longer_prompt_asks_for_the_rest_only(opened: Open, server: Server) ->
     assert one.flush(30)
     assert other.flush(30)
     with bind(other).request() as r:
-        assert settled(r, TOKENS + [7] * 20).by_tier == {"host": 5, "redis": 5}
+        assert final_match(r, TOKENS + [7] * 20).by_tier == {"host": 5, "redis": 5}
 
 
 def test_groups_of_every_rule(opened: Open) -> None:
@@ -160,7 +160,7 @@ def test_groups_of_every_rule(opened: Open) -> None:
     reader = Engine(HYBRID)
     reader.poison()
     with bind(other, HYBRID).request() as r:
-        assert settled(r).blocks == 10
+        assert final_match(r).blocks == 10
         r.admit()
         transfer = r.load(10, reader.described, reader.ids(ids))
         assert transfer.wait(30)
@@ -171,7 +171,7 @@ def test_groups_of_every_rule(opened: Open) -> None:
 
 
 @pytest.mark.parametrize("gone", [0, 3, 9])
-def test_what_left_the_server_is_a_shorter_prefix(opened: Open, server: Server, gone: int) -> None:
+def test_what_left_the_server_is_a_shorter_prefix(opened: Open, server: RedisServer, gone: int) -> None:
     """Knowledge of it is never trusted: the load brings what is there, and the next match knows."""
     one, other = opened(), opened()
     engine = Engine(FULL)
@@ -181,13 +181,13 @@ def test_what_left_the_server_is_a_shorter_prefix(opened: Open, server: Server, 
     assert one.flush(30)
     bound = bind(other)
     with bound.request() as r:
-        assert settled(r).blocks == 10
+        assert final_match(r).blocks == 10
         place = KeyNames("kvcache")
         chain = r._chains()[0]
         assert server.client.delete(place.record(chain[gone])) == 1
     assert load(bound, Engine(FULL), 10) == (gone, expected[:gone])
     with bound.request() as r:
-        assert settled(r).blocks == gone
+        assert final_match(r).blocks == gone
 
 
 def test_knowledge_is_bounded(opened: Open) -> None:
@@ -199,11 +199,11 @@ def test_knowledge_is_bounded(opened: Open) -> None:
     assert one.flush(30)
     for seed in range(8):
         with bind(other).request() as r:
-            assert settled(r, [seed, *range(199)]).blocks in range(1, 51)
+            assert final_match(r, [seed, *range(199)]).blocks in range(1, 51)
         assert other.index.resident("redis") <= 64
 
 
-def test_two_that_compute_the_same_at_once_store_one_copy(opened: Open, server: Server) -> None:
+def test_two_that_compute_the_same_at_once_store_one_copy(opened: Open, server: RedisServer) -> None:
     caches = [opened() for _ in range(3)]
     engine = Engine(FULL)
     engine.fill(5, list(range(10)))
@@ -225,7 +225,7 @@ def test_a_server_that_is_not_there_is_a_miss(opened: Open) -> None:
     bound, engine = bind(cache), Engine(FULL)
     for _ in range(20):
         with bound.request() as r:
-            assert settled(r).blocks == 0
+            assert final_match(r).blocks == 0
     assert store(bound, engine, TOKENS, list(range(10))).blocks == 10
     assert cache.flush(30).tiers["redis"] == TierFlush(refused=10)
     lost = cache.counters.get("write_failures", tier="redis") + cache.counters.get("drops", reason="orphan")
@@ -234,33 +234,33 @@ def test_a_server_that_is_not_there_is_a_miss(opened: Open) -> None:
         assert r.match(TOKENS).by_tier == {"host": 10}
 
 
-def test_a_server_that_hangs_delays_none_beyond_the_deadline(opened: Open, server: Server) -> None:
-    proxy = Proxy(server.port)
+def test_a_server_that_hangs_delays_none_beyond_the_deadline(opened: Open, server: RedisServer) -> None:
+    proxy = RedisProxy(server.port)
     try:
         cache = opened(proxy.url, flow={"lookup_timeout_s": 0.5}, timeout_s=0.5, serves=False)
         bound, engine = bind(cache), Engine(FULL)
         proxy.hang = True
         with bound.request() as r:
             assert r.match(TOKENS).pending
-            assert settled(r).blocks == 0
+            assert final_match(r).blocks == 0
         assert store(bound, engine, TOKENS, list(range(10))).blocks == 10
         assert cache.flush(30).tiers["redis"] == TierFlush(refused=10)
     finally:
         proxy.end()
 
 
-def test_a_server_that_went_while_it_was_read(opened: Open, server: Server) -> None:
+def test_a_server_that_went_while_it_was_read(opened: Open, server: RedisServer) -> None:
     one = opened()
     engine = Engine(FULL)
     engine.fill(6, list(range(10)))
     store(bind(one), engine, TOKENS, list(range(10)))
     assert one.flush(30)
-    proxy = Proxy(server.port)
+    proxy = RedisProxy(server.port)
     try:
         other = opened(proxy.url)
         bound = bind(other)
         with bound.request() as r:
-            assert settled(r).blocks == 10
+            assert final_match(r).blocks == 10
             proxy.drop = True
             r.admit()
             transfer = r.load(10, engine.described, engine.ids(list(range(10))))

@@ -20,8 +20,8 @@ from kvcache.block.record import header_area
 from kvcache.cache.cache import Cache
 from kvcache.cache.warm_restart import RECORD_ROW, WarmRestart, export_state
 from kvcache.settings.sources import load as load_settings
-from tests.contract.caches import Engine
-from tests.daemon.house import LAYOUT, bound_to, load, store
+from tests.contract.fake_engine import Engine
+from tests.daemon.daemon_process import LAYOUT, bound_to, load, store
 
 KiB = 1 << 10
 RECORD = header_area(8 * KiB) + 8 * KiB

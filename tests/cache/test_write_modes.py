@@ -14,8 +14,8 @@ import pytest
 
 import kvcache
 from kvcache.tier.tier import Outcome, Ticket
-from tests.contract.caches import FULL, HYBRID, Engine, bind, store
-from tests.peer.server import MISSING, empty
+from tests.contract.fake_engine import FULL, HYBRID, Engine, bind, store
+from tests.peer.redis_server import MISSING, empty
 
 KiB = 1 << 10
 SHORT = list(range(40))  # ten blocks
@@ -134,8 +134,8 @@ def test_what_leaves_host_is_written_then_with_its_heads(tmp_path: Path, tier: s
 _ANOTHER = """
 import hashlib, json, sys
 from pathlib import Path
-from tests.contract.caches import FULL, Engine, bind
-from tests.cache.test_object_tier import settled
+from tests.contract.fake_engine import FULL, Engine, bind
+from tests.cache.test_object_tier import final_match
 from tests.cache.test_write_modes import open_cache
 engine, said = Engine(FULL), []
 flow = {"lookup_timeout_s": 60, "deadline_s": 60}
@@ -144,7 +144,7 @@ with open_cache(Path(sys.argv[1]), "write_back", "object", 8 << 20, **flow) as c
     for prompt in json.loads(sys.argv[2]):
         engine.poison()
         with bound.request() as r:
-            hit = settled(r, prompt)
+            hit = final_match(r, prompt)
             r.admit()
             transfer = r.load(hit.blocks, engine.described, engine.ids(list(range(hit.blocks))))
             assert transfer.wait(60)

@@ -11,7 +11,7 @@ import pytest
 
 import kvcache
 from kvcache.cache.cache import Cache
-from tests.daemon.house import bound_to, store
+from tests.daemon.daemon_process import bound_to, store
 
 
 @pytest.fixture(autouse=True)

@@ -29,7 +29,7 @@ from kvcache.machine import Memory
 from kvcache.os_env import File, LocalDisk, SystemClock
 from kvcache.settings.sources import load
 from kvcache.settings.types import GiB, MiB
-from tests.peer.server import MISSING, Server
+from tests.peer.redis_server import MISSING, RedisServer
 
 KiB = 1 << 10
 Kv = Callable[..., tuple[int, str, str]]
@@ -376,7 +376,7 @@ def members(kv: Kv, target: Path, settings: str) -> dict[str, Any]:
 
 @pytest.mark.skipif(bool(MISSING), reason=MISSING)
 def test_a_server_is_asked_and_left_as_it_was(kv: Kv, file: Path) -> None:
-    server = Server("--maxmemory", "64mb", "--maxmemory-policy", "allkeys-lru")
+    server = RedisServer("--maxmemory", "64mb", "--maxmemory-policy", "allkeys-lru")
     try:
         file.write_text(f'{file.read_text()}[redis]\nenabled = true\nurl = "{server.unix}"\n')
         code, out, _ = kv("doctor", str(file))

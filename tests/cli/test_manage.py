@@ -11,7 +11,7 @@ import pytest
 
 import kvcache
 from kvcache.cache.cache import Cache
-from tests.daemon.house import bound_to, load, store
+from tests.daemon.daemon_process import bound_to, load, store
 
 DAY = 86_400.0
 

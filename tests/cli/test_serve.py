@@ -17,7 +17,7 @@ import pytest
 from kvcache.block.layout import KVLayout
 from kvcache.cli.serve import bind_listener, default_pages, serve
 from kvcache.errors import ConfigError, ModelError
-from tests.engine import tiny
+from tests.engine import tiny_model
 
 ROOT = Path(__file__).parents[2]
 COMMAND = [sys.executable, "-c", "from kvcache.cli.main import main; main()", "serve"]
@@ -53,7 +53,7 @@ def served(model: str, settings: Path, tmp_path: Path, body: dict[str, Any]) -> 
 
 
 def test_answers_and_finds_its_blocks_after_a_restart(tmp_path: Path) -> None:
-    model = tiny.make(tmp_path / "model")
+    model = tiny_model.make(tmp_path / "model")
     settings = tmp_path / "kvcache.toml"
     settings.write_text(f"""
         [host]

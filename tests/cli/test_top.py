@@ -19,7 +19,7 @@ from kvcache.daemon.http.server import bind_listener, start
 from kvcache.errors import AccessError, ConfigError, UnreachableError
 from kvcache.settings.service import HttpSettings
 from kvcache.settings.types import show_bytes
-from tests.daemon.house import bound_to, load, store
+from tests.daemon.daemon_process import bound_to, load, store
 from tests.daemon.test_http import OWNERS
 
 

@@ -15,10 +15,10 @@ import pytest
 import kvcache
 from kvcache.cli.warm import wait_settled
 from kvcache.daemon.client.control import find_caches
-from tests.contract.caches import FULL, Engine, bind, store
-from tests.fleet.test_engine import USED, Spoken, spoken
-from tests.peer.fleet import until
-from tests.peer.server import MISSING, Server, empty
+from tests.contract.fake_engine import FULL, Engine, bind, store
+from tests.fleet.test_engine_client import USED, Spoken, spoken
+from tests.peer.redis_server import MISSING, RedisServer, empty
+from tests.peer.redis_topology import until
 
 pytestmark = pytest.mark.skipif(bool(MISSING), reason=MISSING)
 
@@ -31,12 +31,12 @@ def here(runtime: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def server(tmp_path: Path) -> Server:
+def server(tmp_path: Path) -> RedisServer:
     return empty(tmp_path)
 
 
 @pytest.fixture
-def settings(tmp_path: Path, server: Server) -> Path:
+def settings(tmp_path: Path, server: RedisServer) -> Path:
     made = tmp_path / "kvcache.toml"
     made.write_text(f'[redis]\nenabled = true\nurl = "{server.tcp}"\n[nvme]\nenabled = false\n')
     return made
@@ -87,7 +87,7 @@ def test_without_a_redis_each_is_alone(kv: Any, spoken: Spoken, tmp_path: Path) 
     assert "no Redis" in err
 
 
-def test_what_the_fleet_uses_most(kv: Any, cache: Any, server: Server, settings: Path) -> None:
+def test_what_the_fleet_uses_most(kv: Any, cache: Any, server: RedisServer, settings: Path) -> None:
     bound, engine = bind(cache), Engine(FULL)
     tokens = list(range(32))
     store(bound, engine, tokens, list(range(8)))

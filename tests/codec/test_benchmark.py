@@ -9,13 +9,13 @@ import sys
 from pathlib import Path
 
 from kvcache.codec.codec import codec
-from tests.engine import tiny
+from tests.engine import tiny_model
 
 ROOT = Path(__file__).parents[2]
 
 
 def test_every_codec_is_measured(tmp_path: Path) -> None:
-    model, target = tiny.make(tmp_path / "model", "smollm2"), tmp_path / "codec.json"
+    model, target = tiny_model.make(tmp_path / "model", "smollm2"), tmp_path / "codec.json"
     command = [sys.executable, ROOT / "benchmarks" / "codec.py", "--quick", "--model", model, "--json", target]
     environ = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL, env=environ)

@@ -9,7 +9,7 @@ from typing import Any
 from kvcache.cache.api import Hit
 from kvcache.errors import ClosedError
 
-FACE = ("request", "match", "admit", "load", "store", "close", "wait", "wait_layer", "outcomes", "blocks", "done",
+METHODS = ("request", "match", "admit", "load", "store", "close", "wait", "wait_layer", "outcomes", "blocks", "done",
         "cancel")  # fmt: skip
 """Of a bound, a request and a transfer."""
 
@@ -21,46 +21,46 @@ def _raising(error: BaseException) -> Callable[..., Any]:
     return broken
 
 
-def _lie(value: Any) -> Callable[..., Any]:
+def _returning(value: Any) -> Callable[..., Any]:
     return lambda *_, **__: value
 
 
-WAYS: dict[str, Callable[..., Any]] = {
+FAULTS: dict[str, Callable[..., Any]] = {
     "an error of ours": _raising(ClosedError("said the test")),
     "a mistake": _raising(ZeroDivisionError("said the test")),
     "no memory": _raising(MemoryError()),
-    "nothing": _lie(None),
-    "a hit of everything": _lie(Hit(tokens=1 << 20, blocks=1 << 16, by_tier={"host": 1 << 16})),
-    "too few": _lie(()),
-    "never": _lie(False),
+    "nothing": _returning(None),
+    "a hit of everything": _returning(Hit(tokens=1 << 20, blocks=1 << 16, by_tier={"host": 1 << 16})),
+    "too few": _returning(()),
+    "never": _returning(False),
 }
 
 
 @dataclass
-class Sabotage:
+class FaultInjector:
     """Shared by all that stands before one cache. Nothing is wrong while `method` is empty."""
 
     method: str = ""
-    way: str = ""
+    fault: str = ""
 
-    def before(self, thing: Any) -> Any:
-        return Sabotaged(self, thing)
+    def wrap(self, thing: Any) -> Any:
+        return FaultyProxy(self, thing)
 
 
-class Sabotaged:
-    def __init__(self, sabotage: Sabotage, thing: Any) -> None:
-        self._sabotage, self._thing = sabotage, thing
+class FaultyProxy:
+    def __init__(self, injector: FaultInjector, thing: Any) -> None:
+        self._injector, self._thing = injector, thing
 
     def __getattr__(self, name: str) -> Any:
-        sabotage, value = self._sabotage, getattr(self._thing, name)
-        if name == sabotage.method:
-            broken = WAYS[sabotage.way]
+        injector, value = self._injector, getattr(self._thing, name)
+        if name == injector.method:
+            broken = FAULTS[injector.fault]
             return broken if callable(value) else broken()
         if name in {"namespace", "request", "load", "store"}:
-            return lambda *given, **named: sabotage.before(value(*given, **named))
+            return lambda *given, **named: injector.wrap(value(*given, **named))
         return value
 
-    def __enter__(self) -> Sabotaged:
+    def __enter__(self) -> FaultyProxy:
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -17,7 +17,7 @@ from kvcache.engine.model import load_model
 from kvcache.engine.sampling import SamplingParams
 from kvcache.testing import ConnectorContract, Served
 from kvcache.testing.faulty_cache import FaultyCache
-from tests.engine import tiny
+from tests.engine import tiny_model
 
 ROOT = Path(__file__).parents[2]
 
@@ -25,7 +25,7 @@ ROOT = Path(__file__).parents[2]
 @pytest.fixture(scope="session")
 def models(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     place = tmp_path_factory.mktemp("models")
-    return [tiny.make(place / str(seed), seed=seed) for seed in range(2)]
+    return [tiny_model.make(place / str(seed), seed=seed) for seed in range(2)]
 
 
 def patience_s(cache: kvcache.KVCache | None) -> float:

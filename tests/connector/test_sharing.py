@@ -27,9 +27,9 @@ from kvcache.engine.model import load_model
 from kvcache.errors import LayoutError, ModelError
 from kvcache.testing.naive_cache import NaiveCache
 from kvcache.transfer.cpu import CpuCopier
-from tests.connector.sglang.pools import MHATokenToKVPoolHost
-from tests.connector.vllm.test_shape import Elsewhere
-from tests.engine import tiny
+from tests.connector.sglang.fake_host_pools import MHATokenToKVPoolHost
+from tests.connector.vllm.test_kv_layout import Elsewhere
+from tests.engine import tiny_model
 
 LAYERS, HEADS, DIM, PAGE, PAGES = 4, 2, 32, 16, 6
 SIZES = {"num_hidden_layers": LAYERS, "num_key_value_heads": HEADS, "head_dim": DIM}
@@ -37,7 +37,7 @@ SIZES = {"num_hidden_layers": LAYERS, "num_key_value_heads": HEADS, "head_dim": 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return tiny.make(tmp_path_factory.mktemp("model"), "llama", **SIZES)
+    return tiny_model.make(tmp_path_factory.mktemp("model"), "llama", **SIZES)
 
 
 def sglang(path: str, layout: str = "page_first", **served: Any) -> tuple[bytes, PoolLayout]:
@@ -137,7 +137,7 @@ def test_a_vllm_that_was_told_otherwise_is_apart(model: str, changed: dict[str, 
 
 
 def test_other_weights_and_other_settings_are_apart(model: str, tmp_path: Path) -> None:
-    told = [shared_identity(tiny.make(tmp_path / str(i), family, seed=seed, **SIZES))
+    told = [shared_identity(tiny_model.make(tmp_path / str(i), family, seed=seed, **SIZES))
             for i, (family, seed) in enumerate([("llama", 0), ("llama", 1), ("llama-rope-linear", 0),
                                                 ("mistral-window", 0), ("mistral", 0)])]  # fmt: skip
     layout = KVLayout.mha(layers=LAYERS, kv_heads=HEADS, head_dim=DIM, dtype="fp32")

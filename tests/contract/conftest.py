@@ -12,8 +12,8 @@ import pytest
 
 import kvcache
 from kvcache.testing.naive_cache import NaiveCache
-from tests.contract.caches import MiB
-from tests.peer.server import MISSING, empty
+from tests.contract.fake_engine import MiB
+from tests.peer.redis_server import MISSING, empty
 
 LINUX = pytest.mark.skipif(sys.platform != "linux", reason="files in memory are Linux's")
 
@@ -28,8 +28,8 @@ def served(directory: Path, how: str) -> tuple[Any, Callable[[], None]]:
     from kvcache.daemon.server.tcp import TcpListener
     from kvcache.os_env import SystemClock
     from kvcache.settings.sources import load
-    from tests.daemon.authority import Authority
-    from tests.daemon.within import PATIENT, start
+    from tests.daemon.certificate_authority import Authority
+    from tests.daemon.in_process_daemon import PATIENT, start
 
     settings: dict[str, Any] = {}
     if how != "daemon":

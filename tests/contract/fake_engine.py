@@ -62,7 +62,7 @@ def bind(cache: Any, layout: KVLayout = FULL, **fields: Any) -> Any:
     return cache.namespace(layout, **{"model": "m", "revision": "r", **fields})
 
 
-def quiet(cache: Any) -> None:
+def wait_background(cache: Any) -> None:
     """What a cache of this process does in the background is done: owners' names written, records counted."""
     for submit in (cache.erasure.submit, cache._context.background.submit):
         submit(lambda: None).result(60)
@@ -76,6 +76,6 @@ def store(bound: Any, engine: Engine, tokens: list[int], ids: list[int], first_b
     return transfer
 
 
-def settled(cache: Any, timeout_s: float = 60) -> bool:
+def flushed(cache: Any, timeout_s: float = 60) -> bool:
     """Whether no block waits for a lower tier after a flush; a full tier may have refused some."""
     return not any(tier.waiting for tier in cache.flush(timeout_s).tiers.values())

@@ -13,7 +13,7 @@ from kvcache.block.layout import KVLayout
 from kvcache.cache.api import SupportsKVEvents
 from kvcache.testing.naive_cache import NaiveCache
 from kvcache.tier.tier import Outcome
-from tests.contract.caches import FULL, HYBRID, Engine, bind, store
+from tests.contract.fake_engine import FULL, HYBRID, Engine, bind, store
 
 
 def test_what_was_stored_comes_back_bit_for_bit(cache: Any) -> None:

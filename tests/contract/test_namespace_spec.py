@@ -11,7 +11,7 @@ from kvcache import LayoutError, NamespaceError, NamespaceSpec, RequestError
 from kvcache.block.layout import Shard
 from kvcache.cache.api import NamespaceFields
 from kvcache.daemon.protocol import encode_spec, parse_spec
-from tests.contract.caches import FULL
+from tests.contract.fake_engine import FULL
 
 FIELDS: dict[str, Any] = {
     "model": "m",

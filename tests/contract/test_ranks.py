@@ -10,7 +10,7 @@ import pytest
 import kvcache
 from kvcache.block.layout import Group, KVLayout
 from kvcache.transfer.pages import GroupPages
-from tests.contract.caches import FULL, Engine, bind
+from tests.contract.fake_engine import FULL, Engine, bind
 
 TWO = KVLayout(
     (

@@ -12,7 +12,7 @@ from kvcache.errors import KVCacheError
 from kvcache.os_env import OsEnv
 from kvcache.testing.tier import CAPACITY, TierContract, TierFixture, chain, namespace, write
 from kvcache.tier.tier import Tier
-from tests.contract.tiers import KINDS, make, nvme
+from tests.contract.tier_kinds import KINDS, make, nvme
 
 
 class TestTier(TierContract):

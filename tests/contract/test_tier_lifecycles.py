@@ -12,7 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from kvcache.block.record import Address
 from kvcache.testing.tier import DONE, NOT_FOUND, TierFixture, write
 from kvcache.tier.tier import Outcome
-from tests.contract.tiers import KINDS, make
+from tests.contract.tier_kinds import KINDS, make
 from tests.tier.blocks import buffer, chain, payload
 
 

@@ -17,8 +17,8 @@ from kvcache.settings.tiers import ObjectSettings
 from kvcache.testing.tier import TierContract, TierFixture, chain, intact, tier_fixture, write
 from kvcache.tier.object import ObjectTier
 from kvcache.tier.tier import Outcome, Tier
-from tests.peer import azure, google
-from tests.peer.objects import MISSING, shared
+from tests.peer import azure_server, gcs_server
+from tests.peer.s3_server import MISSING, shared
 
 
 @pytest.mark.skipif(bool(MISSING["seaweedfs"]), reason=MISSING["seaweedfs"])
@@ -87,16 +87,16 @@ class TestMoto(TestSeaweedFS):
     kind = "moto"
 
 
-@pytest.mark.skipif(bool(azure.MISSING), reason=azure.MISSING)
+@pytest.mark.skipif(bool(azure_server.MISSING), reason=azure_server.MISSING)
 class TestAzure(TestSeaweedFS):
     """Its own names, conditions, listings, ranges, copies and uploads in parts; signed by the account's key."""
 
     def store(self) -> dict[str, str]:
-        return azure.shared().settings
+        return azure_server.shared().settings
 
     def stranger(self, path: Path) -> str:
         """Credentials that do not fit."""
-        return azure.credentials(path, b"another key")
+        return azure_server.credentials(path, b"another key")
 
     def test_two_that_write_the_same_at_once_leave_one_copy(self, tmp_path: Path) -> None:
         tiers, blocks, start = [self.make(tmp_path, 0, OsEnv()) for _ in range(3)], chain(20), threading.Barrier(3)
@@ -128,13 +128,13 @@ class TestAzure(TestSeaweedFS):
             stranger.close()
 
 
-@pytest.mark.skipif(bool(google.MISSING), reason=google.MISSING)
+@pytest.mark.skipif(bool(gcs_server.MISSING), reason=gcs_server.MISSING)
 class TestGoogle(TestAzure):
     """Its own names, conditions, listings and ranges; uploads in parts, copies and the check of what a service account
     signed are the gate's."""
 
     def store(self) -> dict[str, str]:
-        return google.shared().settings
+        return gcs_server.shared().settings
 
     def stranger(self, path: Path) -> str:
-        return google.credentials(path, google.new_key())
+        return gcs_server.credentials(path, gcs_server.new_key())

@@ -18,8 +18,8 @@ from kvcache.tier.nvme.drives import open_drives
 from kvcache.tier.object import ObjectTier
 from kvcache.tier.redis import RedisTier
 from kvcache.tier.tier import Tier
-from tests.peer.fleet import empty_cluster
-from tests.peer.server import MISSING, empty
+from tests.peer.redis_server import MISSING, empty
+from tests.peer.redis_topology import empty_cluster
 
 MIB = 1 << 20
 

@@ -15,38 +15,38 @@ from kvcache.daemon.server.server import Daemon
 from kvcache.daemon.server.tcp import TcpListener
 from kvcache.os_env import SystemClock
 from kvcache.settings.sources import load as load_settings
-from tests.daemon.house import House
-from tests.daemon.within import Within, start, until
+from tests.daemon.daemon_process import DaemonProcess
+from tests.daemon.in_process_daemon import InProcessDaemon, start, until
 
 
 @pytest.fixture
-def make_house() -> Iterator[Callable[..., House]]:
-    """Daemons that end with the test; short paths, since a socket's has 107 bytes."""
+def make_daemon() -> Iterator[Callable[..., DaemonProcess]]:
+    """Starts daemons as processes, which end with the test. Paths are short: a socket's has at most 107 bytes."""
     with tempfile.TemporaryDirectory(prefix="kv-") as directory:
-        made: list[House] = []
+        made: list[DaemonProcess] = []
 
-        def make(**more: Any) -> House:
+        def make(**more: Any) -> DaemonProcess:
             place = Path(directory, str(len(made)))
             place.mkdir()
-            made.append(House(place, **more))
+            made.append(DaemonProcess(place, **more))
             return made[-1]
 
         yield make
-        for house in made:
-            house.close()
+        for daemon in made:
+            daemon.close()
 
 
 @pytest.fixture
-def house(make_house: Callable[..., House]) -> House:
-    return make_house().start()
+def daemon(make_daemon: Callable[..., DaemonProcess]) -> DaemonProcess:
+    return make_daemon().start()
 
 
 @pytest.fixture
-def make_within() -> Iterator[Callable[..., Within]]:
+def make_in_process() -> Iterator[Callable[..., InProcessDaemon]]:
     with tempfile.TemporaryDirectory(prefix="kv-") as directory, ExitStack() as undo:
-        houses: list[Within] = []
+        daemons: list[InProcessDaemon] = []
 
-        def make(*, insecure: bool = False, **more: Any) -> Within:
+        def make(*, insecure: bool = False, **more: Any) -> InProcessDaemon:
             settings = load_settings(
                 None,
                 host={"capacity_bytes": "768KiB", "slab_bytes": "192KiB"},  # 64 records, in extents of 16
@@ -54,28 +54,28 @@ def make_within() -> Iterator[Callable[..., Within]]:
             )
             cache = Cache(settings, shared=True)
             undo.callback(cache.close)
-            path = Path(directory, str(len(houses)))
+            path = Path(directory, str(len(daemons)))
             admission = Admission(settings.daemon.tenants_file, SystemClock())
             port = TcpListener(settings.daemon, admission, insecure=insecure) if settings.daemon.listen else None
             claim = SocketClaim(path, 0o600)
             undo.callback(claim.release)
             daemon = Daemon(cache, claim, admission=admission, port=port)
             undo.callback(start(daemon))
-            houses.append(Within(cache, daemon, path, undo, port))
-            return houses[-1]
+            daemons.append(InProcessDaemon(cache, daemon, path, undo, port))
+            return daemons[-1]
 
         yield make
-        for made in houses:
-            until(lambda made=made: made.lost == 0)
+        for made in daemons:
+            until(lambda made=made: made.leaked_slots == 0)
             assert made.cache.check() == []
 
 
 @pytest.fixture
-def within(make_within: Callable[..., Within]) -> Within:
-    return make_within()
+def in_process(make_in_process: Callable[..., InProcessDaemon]) -> InProcessDaemon:
+    return make_in_process()
 
 
 @pytest.fixture
-def loopback(make_within: Callable[..., Within]) -> Within:
-    """By TCP, without TLS."""
-    return make_within(insecure=True, daemon__listen="127.0.0.1:0")
+def tcp_daemon(make_in_process: Callable[..., InProcessDaemon]) -> InProcessDaemon:
+    """A daemon that listens on TCP at loopback, without TLS."""
+    return make_in_process(insecure=True, daemon__listen="127.0.0.1:0")

@@ -1,4 +1,4 @@
-"""A daemon in a process of its own, that tests may kill, and a pretended engine's part of it."""
+"""`kvcache daemon` as a process that tests may kill, and the helpers by which a fake engine stores and loads."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ import kvcache
 from kvcache.block.layout import KVLayout
 from kvcache.daemon.client.cache import parse_endpoint
 from kvcache.daemon.wire import Wire
-from tests.contract.caches import Engine, bind
-from tests.daemon.within import PATIENT
-from tests.peer.port import free_port
+from tests.contract.fake_engine import Engine, bind
+from tests.daemon.in_process_daemon import PATIENT
+from tests.peer.ports import free_port
 
 LAYOUT = KVLayout.mha(layers=2, kv_heads=2, head_dim=64, dtype="fp32", block_tokens=4)  # 8 KiB a block
 
 
-class House:
+class DaemonProcess:
     """`kvcache daemon` over a directory: its socket, its drive where it has one."""
 
     def __init__(self, directory: Path, *, nvme: bool = False, tcp: bool = False, **variables: object) -> None:
-        """`tcp`: tests come in by a port of loopback, and all bytes go over it."""
+        """`tcp`: clients connect by TCP on loopback, and all bytes go over that connection."""
         self.directory, self.socket = directory, directory / "s"
-        self.where, self._words = f"unix:{self.socket}", tuple[str, ...]()
+        self.endpoint, self._arguments = f"unix:{self.socket}", tuple[str, ...]()
         if tcp:
             variables["DAEMON__LISTEN"] = f"127.0.0.1:{free_port()}"
-            self.where, self._words = f"tcp://{variables['DAEMON__LISTEN']}", ("--insecure-loopback",)
+            self.endpoint, self._arguments = f"tcp://{variables['DAEMON__LISTEN']}", ("--insecure-loopback",)
         settings = {
             "HOST__CAPACITY_BYTES": "32MiB",
             "HOST__SLAB_BYTES": "4MiB",
@@ -44,26 +44,26 @@ class House:
         self.environ = {**os.environ, **{f"KVCACHE_{name}": str(value) for name, value in settings.items()}}
         self.process: subprocess.Popen[str] | None = None
         self._listener: threading.Thread | None = None  # while it serves
-        self.before: list[str] = []  # a program that runs it
-        self.heirs: list[House] = []
-        self.descriptors: list[int] = []  # that it has from us
+        self.wrapper: list[str] = []  # command that runs the daemon, such as a tracer
+        self.successors: list[DaemonProcess] = []
+        self.descriptors: list[int] = []  # inherited by the process
 
     def command(self, *words: str) -> list[str]:
         return [
-            *self.before,
+            *self.wrapper,
             sys.executable,
             "-m",
             "kvcache.cli.main",
             "daemon",
             "--socket",
             str(self.socket),
-            *self._words,
+            *self._arguments,
             *words,
         ]
 
-    def begin(self, *words: str) -> House:
-        """Running; it will listen, or end."""
-        self.said = []
+    def launch(self, *words: str) -> DaemonProcess:
+        """Start the process without waiting until it listens."""
+        self.output = []
         self.process = subprocess.Popen(
             self.command(*words),
             env=self.environ,
@@ -73,36 +73,36 @@ class House:
             pass_fds=self.descriptors,
         )
         assert self.process.stdout is not None
-        self._serves = threading.Event()
+        self._serving = threading.Event()
         self._listener = threading.Thread(target=self._listen, args=(self.process.stdout,))
         self._listener.start()
         return self
 
-    def start(self, *words: str) -> House:
-        """Running, and listening."""
-        self.begin(*words).serves()
+    def start(self, *words: str) -> DaemonProcess:
+        """Start the process and wait until it listens."""
+        self.launch(*words).wait_serving()
         return self
 
-    def serves(self) -> None:
+    def wait_serving(self) -> None:
         """Wait until it listens."""
-        assert self._serves.wait(120), "it neither serves nor ends"
-        assert any("serving" in line for line in self.said), "".join(self.said)
+        assert self._serving.wait(120), "it neither serves nor ends"
+        assert any("serving" in line for line in self.output), "".join(self.output)
 
     def _listen(self, said: IO[str]) -> None:
-        """Take what it says, so that it never waits for somebody to."""
+        """Read its output, so that a full pipe never blocks it."""
         with said:
             for line in said:
-                self.said.append(line)
+                self.output.append(line)
                 if "serving" in line:
-                    self._serves.set()
-        self._serves.set()
+                    self._serving.set()
+        self._serving.set()
 
-    def successor(self, **variables: object) -> House:
-        """Another one, for the same place and with the same settings but these; not started."""
-        other = House(self.directory)
+    def successor(self, **variables: object) -> DaemonProcess:
+        """A daemon for the same directory with these settings changed; not started."""
+        other = DaemonProcess(self.directory)
         other.environ = {**self.environ, **{f"KVCACHE_{name}": str(value) for name, value in variables.items()}}
-        other.where, other._words = self.where, self._words
-        self.heirs.append(other)
+        other.endpoint, other._arguments = self.endpoint, self._arguments
+        self.successors.append(other)
         return other
 
     def run(self, *words: str, timeout_s: float = 120) -> subprocess.CompletedProcess[str]:
@@ -113,40 +113,40 @@ class House:
     def kill(self) -> None:
         assert self.process is not None
         self.process.kill()
-        self._gone()
+        self._wait_exit()
 
-    def end(self) -> tuple[int, str]:
-        """By SIGTERM: what it left with, and what it said."""
+    def terminate(self) -> tuple[int, str]:
+        """Send SIGTERM. Returns the exit status and the output."""
         assert self.process is not None
         self.process.send_signal(signal.SIGTERM)
-        return self._gone(), "".join(self.said)
+        return self._wait_exit(), "".join(self.output)
 
-    def gone(self) -> tuple[int, str]:
-        """As `end`, of one that another took the place of."""
-        return self._gone(), "".join(self.said)
+    def wait_exit(self) -> tuple[int, str]:
+        """Wait until the process ends by itself. Returns as `terminate`."""
+        return self._wait_exit(), "".join(self.output)
 
-    def _gone(self) -> int:
+    def _wait_exit(self) -> int:
         assert self.process is not None
         code = self.process.wait(120)
         if self._listener is not None:
             self._listener.join()
         self._listener = None
         assert self.process.stdout is not None
-        self.process.stdout.close()  # where it never came to serve
+        self.process.stdout.close()  # where it ended before it served
         return code
 
     def close(self) -> None:
-        for successor in self.heirs:
+        for successor in self.successors:
             successor.close()
         if self.process is not None:
             self.kill()
 
     def open(self, **more: Any) -> Any:
-        return kvcache.open(self.where, **{**PATIENT, **more})
+        return kvcache.open(self.endpoint, **{**PATIENT, **more})
 
-    def wire(self) -> Wire:
-        """A connection on which nothing was said."""
-        return parse_endpoint(self.where).connect(30)
+    def connect(self) -> Wire:
+        """A new connection without any message."""
+        return parse_endpoint(self.endpoint).connect(30)
 
 
 def bound_to(cache: Any, **fields: Any) -> Any:
@@ -165,7 +165,7 @@ def store(bound: Any, tokens: list[int], seed: int, engine: Engine | None = None
 
 
 def load(bound: Any, tokens: list[int], engine: Engine | None = None) -> list[bytes]:
-    """The bytes of the blocks that come."""
+    """The bytes of the blocks that were loaded."""
     engine = engine or Engine(LAYOUT)
     engine.poison()
     with bound.request() as r:

@@ -1,4 +1,4 @@
-"""A daemon within the tests' own process, into whose cache they look."""
+"""A daemon on a thread of the test process, whose cache tests can inspect."""
 
 from __future__ import annotations
 
@@ -20,39 +20,39 @@ PATIENT = {"patience_s": 30.0, "deadline_s": 30.0}
 
 
 @dataclass
-class Within:
-    """A daemon in this process, whose cache tests look into."""
+class InProcessDaemon:
+    """A daemon on a thread of this process, with its cache."""
 
     cache: Cache
     daemon: Daemon
     path: Path
-    undo: ExitStack
+    cleanup: ExitStack
     port: Any = None
 
-    def reach(self, **more: Any) -> Any:
-        """As `open`, by its port."""
+    def open_tcp(self, **more: Any) -> Any:
+        """Returns a client that connects by TCP."""
         made = kvcache.open(str(self.port), **{**PATIENT, **more})
-        self.undo.callback(made.close)
+        self.cleanup.callback(made.close)
         return made
 
     def open(self, **more: Any) -> Any:
         made = kvcache.open(f"unix:{self.path}", **{**PATIENT, **more})
-        self.undo.callback(made.close)
+        self.cleanup.callback(made.close)
         return made
 
     @property
-    def held(self) -> int:
+    def held_blocks(self) -> int:
         return self.cache.index.held()
 
     @property
-    def lost(self) -> int:
-        """Slots that are neither a record's nor free."""
+    def leaked_slots(self) -> int:
+        """Slots that hold no record and are not free."""
         slots = sum(len(slab.slots) for slab in self.cache.host.arena.slabs())
         return slots - self.cache.host.usage().records
 
 
 def until(condition: Callable[[], bool]) -> None:
-    """Look until it holds."""
+    """Wait until the condition holds."""
     pause = threading.Event()
     for _ in range(6000):
         if condition():
@@ -62,7 +62,7 @@ def until(condition: Callable[[], bool]) -> None:
 
 
 def start(daemon: Daemon) -> Callable[[], None]:
-    """Run it on a thread of this process; the function that ends it."""
+    """Run the daemon on a thread. Returns the function that stops it."""
     listens = threading.Event()
     daemon.on_started = listens.set
 
@@ -70,7 +70,7 @@ def start(daemon: Daemon) -> Callable[[], None]:
         try:
             daemon.run()
         finally:
-            listens.set()  # it may have ended before it began
+            listens.set()  # the daemon may fail before it listens
 
     thread = threading.Thread(target=run, name="kvcache-daemon", daemon=True)
     thread.start()

@@ -1,4 +1,4 @@
-"""An engine that stores and loads for ever, until it is killed: `python -m tests.daemon.victim WHERE SEED`."""
+"""A client that stores and loads until a test kills it: `python -m tests.daemon.load_generator WHERE SEED`."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import random
 import sys
 
 import kvcache
-from tests.contract.caches import Engine
-from tests.daemon.house import LAYOUT, bound_to
-from tests.daemon.within import PATIENT
+from tests.contract.fake_engine import Engine
+from tests.daemon.daemon_process import LAYOUT, bound_to
+from tests.daemon.in_process_daemon import PATIENT
 
 
 def main(where: str, seed: int) -> None:

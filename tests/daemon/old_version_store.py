@@ -1,7 +1,7 @@
-"""A store as an earlier version left it: `python -m tests.daemon.old_store FILE` writes the archive of test_upgrade.
+"""Writes the archive of test_upgrade, a store of an earlier version: `python -m tests.daemon.old_version_store FILE`.
 
-It was written once, by version 0.1.0.dev0, and is kept: what a later version writes is no test of what it can read.
-What the first writers did not leave is taken away: the labels at the ends of segments, and the names of owners.
+Version 0.1.0.dev0 wrote the archive once, and it is kept: a file that a later version writes does not test its reader.
+Files and footers that the first version did not write are removed: segment footers, and the names of owners.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import tempfile
 from pathlib import Path
 
 import kvcache
-from tests.daemon.house import bound_to, store
+from tests.daemon.daemon_process import bound_to, store
 
 PROMPTS = {seed: list(range(1000 * seed, 1000 * seed + 16)) for seed in (1, 2, 3)}
 """By the seed of its bytes."""

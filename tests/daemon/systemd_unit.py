@@ -1,7 +1,9 @@
-"""The unit of `deploy/systemd` under a systemd of its own: `unshare -pfm --mount-proc python -m tests.daemon.unit`.
+"""Runs the unit of `deploy/systemd` under a separate systemd and prints the observed state as JSON.
 
-Prints what was seen, as JSON. The manager is one for a user, which leaves out what only the system's may do: the user's
-name, and three kinds of protection that need mounts which a container refuses.
+    unshare -pfm --mount-proc python -m tests.daemon.systemd_unit
+
+The manager is a user's. It cannot set the user's name, nor three kinds of protection that need mounts which a container
+refuses.
 """
 
 from __future__ import annotations
@@ -16,8 +18,8 @@ import threading
 from pathlib import Path
 from typing import Any
 
-from tests.daemon.house import bound_to, load, reached, store
-from tests.daemon.within import PATIENT
+from tests.daemon.daemon_process import bound_to, load, reached, store
+from tests.daemon.in_process_daemon import PATIENT
 
 UNIT = Path(__file__).parents[2] / "deploy" / "systemd" / "kvcache.service"
 LEFT_OUT = ("User", "Group", "ProtectHome", "ProtectKernelLogs", "ProtectKernelTunables")
@@ -55,8 +57,8 @@ def systemctl(*words: str) -> str:
     return done.stdout.strip()
 
 
-def written() -> None:
-    """The unit and its settings, for this place and this interpreter."""
+def write_unit() -> None:
+    """Write the unit and its settings for these paths and this interpreter."""
     subprocess.run(["mount", "-t", "tmpfs", "tmpfs", "/run"], check=True)
     for path in ("/run/systemd/system", "/run/cache", "/run/etc", RUN / "systemd" / "user"):
         Path(path).mkdir(parents=True)
@@ -66,21 +68,21 @@ def written() -> None:
     text = re.sub(rf"^({'|'.join(LEFT_OUT)})=.*\n", "", text, flags=re.MULTILINE)
     text = text.replace("/usr/local/bin/kvcache", f"{sys.executable} -m kvcache.cli.main")
     text = text.replace("/etc/kvcache/kvcache.toml", "/run/etc/kvcache.toml")
-    places = f"{os.environ['PYTHONPATH']} {sys.prefix}"  # a checkout below /tmp is there as well
-    text = text.replace("[Service]\n", f"[Service]\nBindReadOnlyPaths={places}\n")
+    paths = f"{os.environ['PYTHONPATH']} {sys.prefix}"  # a checkout below /tmp is there as well
+    text = text.replace("[Service]\n", f"[Service]\nBindReadOnlyPaths={paths}\n")
     text = text.replace("XDG_RUNTIME_DIR=/run/kvcache", f"XDG_RUNTIME_DIR={RUN} PYTHONPATH={os.environ['PYTHONPATH']}")
     (RUN / "systemd" / "user" / "kvcache.service").write_text(text, encoding="utf-8")
 
 
 def main() -> dict[str, Any]:
-    written()
+    write_unit()
     os.environ |= {"XDG_RUNTIME_DIR": str(RUN), "XDG_CACHE_HOME": "/run/cache"}
     with open("/run/log", "wb") as log:
         words = ["/usr/lib/systemd/systemd", "--user", "--log-target=console", "--log-level=info"]
         manager = subprocess.Popen(words, stdout=log, stderr=log)
     try:
         until((RUN / "systemd" / "private").exists)
-        return seen()
+        return observe()
     finally:
         manager.terminate()
         manager.wait()
@@ -90,7 +92,7 @@ def pid() -> int:
     return int(systemctl("show", "-p", "MainPID", "--value", "kvcache"))
 
 
-def seen() -> dict[str, Any]:
+def observe() -> dict[str, Any]:
     import kvcache
 
     found: dict[str, Any] = {}

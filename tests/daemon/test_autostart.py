@@ -23,8 +23,8 @@ import kvcache
 from kvcache.daemon.client import autostart as private
 from kvcache.daemon.client.autostart import find_or_start, is_listening, settings_environment, socket_path
 from kvcache.errors import ConfigError, StoreError
-from tests.daemon.house import bound_to, load, store
-from tests.daemon.within import PATIENT, Within, until
+from tests.daemon.daemon_process import bound_to, load, store
+from tests.daemon.in_process_daemon import PATIENT, InProcessDaemon, until
 
 SMALL: dict[str, Any] = {"host": {"capacity_bytes": "8MiB"}, "nvme__enabled": False, "control__enabled": False}
 
@@ -176,19 +176,19 @@ def test_the_wait_for_another_start_is_not_ours(place: Path, monkeypatch: pytest
         end(cache.connection.pid)
 
 
-def test_a_liveness_probe_has_time_to_connect(within: Within) -> None:
-    daemon, linger_s = within.daemon, 600.0
+def test_a_liveness_probe_has_time_to_connect(in_process: InProcessDaemon) -> None:
+    daemon, linger_s = in_process.daemon, 600.0
     daemon._linger_s = linger_s
-    within.open().close()
+    in_process.open().close()
     until(lambda: daemon._lingering is not None)
     ended = daemon._lingering
     assert ended is not None
-    until(lambda: is_listening(within.path) and daemon._lingering is not ended)
+    until(lambda: is_listening(in_process.path) and daemon._lingering is not ended)
     seen: list[bool] = []
 
     def it_is_over() -> None:
         """While somebody who was not accepted yet is in the queue."""
-        seen.append(is_listening(within.path))
+        seen.append(is_listening(in_process.path))
         daemon._lingers_until = daemon._loop.time()
         daemon._linger_expired()
         seen.append(daemon._ending)

@@ -7,21 +7,21 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from tests.daemon.house import LAYOUT, House, bound_to, store
+from tests.daemon.daemon_process import LAYOUT, DaemonProcess, bound_to, store
 
 
-def test_a_tenant_is_erased_while_clients_are_there(make_house: Callable[..., House], runtime: Path) -> None:
-    house = make_house(nvme=True, CONTROL__ENABLED="true")
-    house.environ["XDG_RUNTIME_DIR"] = str(runtime.parent)
-    house.start()
-    with house.open() as cache:
+def test_a_tenant_is_erased_while_clients_are_there(make_daemon: Callable[..., DaemonProcess], runtime: Path) -> None:
+    daemon = make_daemon(nvme=True, CONTROL__ENABLED="true")
+    daemon.environ["XDG_RUNTIME_DIR"] = str(runtime.parent)
+    daemon.start()
+    with daemon.open() as cache:
         mine, other = bound_to(cache, tenant="mine"), bound_to(cache, tenant="other")
         for bound in (mine, other):
             store(bound, list(range(32)), 1)
         assert cache.flush(30)
         (control,) = runtime.glob("*.sock")  # by its path: other caches of this machine are not this test's to clear
         command = [sys.executable, "-m", "kvcache.cli.main", "clear", "--tenant", "mine", "--address", str(control)]
-        done = subprocess.run(command, env=house.environ, capture_output=True, text=True, timeout=120, check=False)
+        done = subprocess.run(command, env=daemon.environ, capture_output=True, text=True, timeout=120, check=False)
         assert done.returncode == 0, done.stderr
         assert "removed: no record of 1 namespaces remains" in done.stdout
         for bound, blocks in ((mine, 0), (other, 32 // LAYOUT.block_tokens)):

@@ -22,7 +22,7 @@ from kvcache.daemon.server.connection import MAX_CATCH_UP_TURNS, MAX_MESSAGES_PE
 from kvcache.daemon.server.tcp import TcpConnection
 from kvcache.daemon.tls import server_context
 from kvcache.daemon.wire import SOCKET_BUFFER_BYTES
-from tests.daemon.authority import Authority
+from tests.daemon.certificate_authority import Authority
 
 Make = Callable[[str], tuple[Connection, socket.socket]]
 

@@ -17,8 +17,8 @@ from kvcache.daemon.server.control import pin
 from kvcache.errors import ConfigError
 from kvcache.index.block_run import wanted
 from kvcache.settings.sources import load as load_settings
-from tests.contract.caches import HYBRID, Engine, bind
-from tests.daemon.house import LAYOUT, bound_to, store
+from tests.contract.fake_engine import HYBRID, Engine, bind
+from tests.daemon.daemon_process import LAYOUT, bound_to, store
 
 FITS = 64 // PIN_DIVISOR
 """Blocks that pins may hold in host memory: 64 records of 12 KiB are what it has."""

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import pytest
 
-from tests.daemon.house import LAYOUT, store
-from tests.daemon.within import Within
+from tests.daemon.daemon_process import LAYOUT, store
+from tests.daemon.in_process_daemon import InProcessDaemon
 
 
-def test_a_request_and_a_namespace_say_how_long(within: Within, monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = within.cache.os_env.clock
+def test_a_request_and_a_namespace_say_how_long(in_process: InProcessDaemon, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = in_process.cache.os_env.clock
     began = clock.wall()
 
     def later(seconds: float) -> None:
         monkeypatch.setattr(type(clock), "wall", lambda self: began + seconds)
 
     later(0)  # it stands still until it is turned
-    cache = within.open()
+    cache = in_process.open()
     long = cache.namespace(LAYOUT, model="m", revision="1", ttl_s=600)
     store(long, list(range(32)), 1)
     short = cache.namespace(LAYOUT, model="m", revision="2")

@@ -19,11 +19,11 @@ from kvcache.daemon.server.admission import FairShare
 from kvcache.daemon.server.connection import MAX_PENDING_CONNECTIONS, Connection, PendingConnections
 from kvcache.daemon.server.tcp import client_network
 from kvcache.errors import KVCacheError, UnreachableError
-from tests.daemon.house import bound_to, load, store
+from tests.daemon.daemon_process import bound_to, load, store
+from tests.daemon.in_process_daemon import InProcessDaemon, until
 from tests.daemon.test_tenant import ACME, BETA, ROOT, came_in, everybody
-from tests.daemon.within import Within, until
 
-Make = Callable[..., Within]
+Make = Callable[..., InProcessDaemon]
 
 
 @given(
@@ -109,38 +109,38 @@ def test_where_an_address_of_version_6_comes_from_is_its_network() -> None:
     assert client_network("fe80::1%eth0") == client_network("fe80::2%eth1")
 
 
-def test_strangers_shut_out_no_known_client(make_within: Make) -> None:
-    within = make_within(daemon__connections=8)
-    known = within.open()
+def test_strangers_shut_out_no_known_client(make_in_process: Make) -> None:
+    in_process = make_in_process(daemon__connections=8)
+    known = in_process.open()
     expected = store(bound_to(known), list(range(8)), 1)
     strangers = []
     for _ in range(3 * MAX_PENDING_CONNECTIONS):
         stranger = socket.socket(socket.AF_UNIX)
-        stranger.connect(str(within.path))
+        stranger.connect(str(in_process.path))
         strangers.append(stranger)
-    assert load(bound_to(within.open()), list(range(8))) == expected
+    assert load(bound_to(in_process.open()), list(range(8))) == expected
     for stranger in strangers:
         stranger.close()
 
 
-def test_a_tenant_takes_no_connection_that_is_another_s_share(make_within: Make, tmp_path: Path) -> None:
-    within = make_within(daemon__connections=12, daemon__tenants_file=str(everybody(tmp_path / "t")))
+def test_a_tenant_takes_no_connection_that_is_another_s_share(make_in_process: Make, tmp_path: Path) -> None:
+    in_process = make_in_process(daemon__connections=12, daemon__tenants_file=str(everybody(tmp_path / "t")))
     share = 12 // 6
-    greedy = [came_in(within, ACME, tmp_path) for _ in range(12 - 2 * share)]
+    greedy = [came_in(in_process, ACME, tmp_path) for _ in range(12 - 2 * share)]
     with pytest.raises(UnreachableError, match=r"acme.*daemon\.connections"):
-        came_in(within, ACME, tmp_path)
+        came_in(in_process, ACME, tmp_path)
     tokens = list(range(8))
     for token in (BETA, ROOT):  # a control connection each, and one that moves
-        bound = bound_to(came_in(within, token, tmp_path, threads=1))
+        bound = bound_to(came_in(in_process, token, tmp_path, threads=1))
         expected = store(bound, tokens, 1)
         assert load(bound, tokens) == expected
     with pytest.raises(UnreachableError, match=r"daemon\.connections"):
-        came_in(within, BETA, tmp_path)
+        came_in(in_process, BETA, tmp_path)
     greedy[0].close()
 
     def again() -> bool:
         try:
-            greedy[0] = came_in(within, ACME, tmp_path)
+            greedy[0] = came_in(in_process, ACME, tmp_path)
         except UnreachableError:
             return False
         return True
@@ -148,14 +148,14 @@ def test_a_tenant_takes_no_connection_that_is_another_s_share(make_within: Make,
     until(again)
 
 
-def test_a_connection_that_moves_counts_for_its_tenant(make_within: Make) -> None:
-    within = make_within(daemon__connections=2)
-    control = UnixEndpoint(str(within.path)).connect(30)
+def test_a_connection_that_moves_counts_for_its_tenant(make_in_process: Make) -> None:
+    in_process = make_in_process(daemon__connections=2)
+    control = UnixEndpoint(str(in_process.path)).connect(30)
     control.send({"op": "hello", "version": PROTOCOL_VERSION, "role": "control"}, timeout_s=30)
     session = parse_reply(control.receive(30)[0])["session"]
 
     def move() -> Any:
-        wire = UnixEndpoint(str(within.path)).connect(30)
+        wire = UnixEndpoint(str(in_process.path)).connect(30)
         wire.send({"op": "hello", "version": PROTOCOL_VERSION, "role": "mover", "session": session}, timeout_s=30)
         try:
             parse_reply(wire.receive(30)[0])

@@ -13,7 +13,7 @@ from kvcache.daemon.protocol import describe_report, read_report
 from kvcache.daemon.server import slot_lease
 from kvcache.errors import KVCacheError
 from kvcache.tier.tier import Outcome, Ticket
-from tests.daemon.house import bound_to, store
+from tests.daemon.daemon_process import bound_to, store
 
 
 def refusing(monkeypatch: pytest.MonkeyPatch, cache: Any) -> None:
@@ -31,15 +31,15 @@ def refusing(monkeypatch: pytest.MonkeyPatch, cache: Any) -> None:
 
 
 @pytest.fixture
-def nvme_within(make_within: Any, tmp_path: Path) -> Any:
+def nvme_daemon(make_in_process: Any, tmp_path: Path) -> Any:
     drive = {"path": tmp_path / "nvme", "capacity_bytes": "64MiB", "min_free_bytes": 0}
-    return make_within(nvme=drive, nvme__enabled=True)
+    return make_in_process(nvme=drive, nvme__enabled=True)
 
 
-def test_a_client_s_flush_reports_what_the_drive_refused(nvme_within: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    cache, other = nvme_within.open(), nvme_within.open()
+def test_a_client_s_flush_reports_what_the_drive_refused(nvme_daemon: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    cache, other = nvme_daemon.open(), nvme_daemon.open()
     with monkeypatch.context() as patch:
-        refusing(patch, nvme_within.cache)
+        refusing(patch, nvme_daemon.cache)
         store(bound_to(cache), list(range(32)), 1)
         for client in (cache, other):
             report = client.flush(30)
@@ -50,8 +50,8 @@ def test_a_client_s_flush_reports_what_the_drive_refused(nvme_within: Any, monke
     assert cache.close()
 
 
-def test_a_bare_answer_of_an_earlier_daemon_is_read(nvme_within: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    cache = nvme_within.open()
+def test_a_bare_answer_of_an_earlier_daemon_is_read(nvme_daemon: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = nvme_daemon.open()
     for done in (True, False):
         with monkeypatch.context() as patch:
             patch.setattr(slot_lease, "_execute", lambda *_, done=done: {"done": done})
@@ -68,13 +68,13 @@ def test_a_report_is_the_same_after_the_socket() -> None:
         read_report({"done": True, "report": {"tiers": 3, "fault": ""}})
 
 
-def test_a_daemon_that_lost_blocks_is_reported_once(make_house: Any) -> None:
-    house = make_house().start()
-    with house.open() as cache:
+def test_a_daemon_that_lost_blocks_is_reported_once(make_daemon: Any) -> None:
+    daemon = make_daemon().start()
+    with daemon.open() as cache:
         store(bound_to(cache), list(range(32)), 1)
-        house.kill()
+        daemon.kill()
         assert not cache.flush(5)
-        house.start()
+        daemon.start()
         assert cache.wait_reachable(60)
         assert "are lost" in cache.flush(60).fault
         assert cache.flush(60)

@@ -21,7 +21,7 @@ import pytest
 from kvcache.daemon.protocol import MAX_FRAME_BYTES, OPS, PROTOCOL_VERSION, pack, parse_reply
 from kvcache.daemon.wire import Wire
 from kvcache.errors import KVCacheError
-from tests.daemon.house import LAYOUT, House, bound_to, load, store
+from tests.daemon.daemon_process import LAYOUT, DaemonProcess, bound_to, load, store
 
 SECRET = b"what no other may see"
 A_CONNECTION, A_BURST = 2000, 50
@@ -96,12 +96,12 @@ def frame(rng: random.Random, role: str) -> bytes:
 class Stranger:
     """A client that says nonsense, reads what comes, and looks at all memory that it is given."""
 
-    def __init__(self, house: House, rng: random.Random) -> None:
+    def __init__(self, daemon: DaemonProcess, rng: random.Random) -> None:
         self.rng, self.answers, self._said = rng, 0, bytearray()
-        self.control = house.wire()
+        self.control = daemon.connect()
         self.control.send({"op": "hello", "version": PROTOCOL_VERSION, "role": "control"}, timeout_s=30)
         self.session = parse_reply(self.control.receive(30)[0])["session"]
-        self.house = house
+        self.daemon = daemon
         fields = {"layout": LAYOUT.describe(), "model": "m", "revision": "r", "cache_salt": "", "facts": {}}
         self.control.send({"op": "namespace", "tenant": "default", **fields}, timeout_s=30)
         self.control.receive(30)
@@ -111,7 +111,7 @@ class Stranger:
     def talk(self) -> None:
         self._talk(self.control, "control", A_CONNECTION)
         with suppress(KVCacheError):
-            mover = self.house.wire()
+            mover = self.daemon.connect()
             mover.send(
                 {"op": "hello", "version": PROTOCOL_VERSION, "role": "mover", "session": self.session}, timeout_s=30
             )
@@ -165,24 +165,24 @@ def resident_bytes(pid: int) -> int:
 
 @pytest.mark.parametrize("tcp", [False, True], ids=["unix", "tcp"])
 def test_nonsense_neither_kills_it_nor_makes_it_grow_nor_reaches_another_tenant(
-    make_house: Callable[..., House], request: pytest.FixtureRequest, tcp: bool
+    make_daemon: Callable[..., DaemonProcess], request: pytest.FixtureRequest, tcp: bool
 ) -> None:
     frames = (1_000_000 if request.config.getoption("--long") else 100_000) // (5 if tcp else 1)
     rng = random.Random(3)
-    house = make_house(tcp=tcp).start()
-    assert house.process is not None
-    with house.open() as cache:
+    daemon = make_daemon(tcp=tcp).start()
+    assert daemon.process is not None
+    with daemon.open() as cache:
         victim = bound_to(cache, tenant="victim", cache_salt="secret")
         expected = keep_secret(victim)
         answers, before = 0, 0
         while answers < frames:
-            stranger = Stranger(house, rng)
+            stranger = Stranger(daemon, rng)
             stranger.talk()
             answers += stranger.answers
-            assert house.process.poll() is None, "the daemon died"
+            assert daemon.process.poll() is None, "the daemon died"
             if not before and answers > frames // 10:
-                before = resident_bytes(house.process.pid)
-        assert resident_bytes(house.process.pid) < before + GROWTH_BYTES
+                before = resident_bytes(daemon.process.pid)
+        assert resident_bytes(daemon.process.pid) < before + GROWTH_BYTES
         assert load(victim, list(range(8))) == expected
         assert store(bound_to(cache), list(range(4)), 1)
         assert cache.check() == []
@@ -190,7 +190,7 @@ def test_nonsense_neither_kills_it_nor_makes_it_grow_nor_reaches_another_tenant(
 
 def keep_secret(bound: Any) -> list[bytes]:
     """Two blocks full of the secret."""
-    from tests.contract.caches import Engine
+    from tests.contract.fake_engine import Engine
 
     engine = Engine(LAYOUT)
     for layer in engine.memory[0]:

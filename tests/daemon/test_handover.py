@@ -20,13 +20,13 @@ from kvcache.daemon.protocol import PROTOCOL_VERSION
 from kvcache.daemon.server.auth import new_token, token_hash
 from kvcache.daemon.server.handover import take_over
 from kvcache.tier.tier import Outcome
-from tests.contract.caches import Engine
-from tests.daemon.house import LAYOUT, House, bound_to, load, reached, store
+from tests.contract.fake_engine import Engine
+from tests.daemon.daemon_process import LAYOUT, DaemonProcess, bound_to, load, reached, store
 from tests.daemon.test_kill import BLOCKS, check_durable, durable, working
 from tests.daemon.test_leases import Slow
 from tests.daemon.test_tenant import written
 
-Make = Callable[..., House]
+Make = Callable[..., DaemonProcess]
 PROMPT = list(range(32))  # eight blocks
 ROOT = Path(__file__).parents[2]
 
@@ -52,15 +52,15 @@ def tiers(bound: Any, tokens: list[int]) -> dict[str, int]:
 
 
 @pytest.mark.parametrize("nvme", [False, True])
-def test_what_is_in_host_memory_is_there_in_the_next_process(make_house: Make, nvme: bool) -> None:
-    house = make_house(nvme=nvme).start()
-    with house.open() as cache:
+def test_what_is_in_host_memory_is_there_in_the_next_process(make_daemon: Make, nvme: bool) -> None:
+    daemon = make_daemon(nvme=nvme).start()
+    with daemon.open() as cache:
         bound = bound_to(cache)
         expected = store(bound, PROMPT, 1)
         r = bound.request(id="open")
         assert r.match(PROMPT).blocks == 8
-        successor = house.successor().start("--replace")
-        code, said = house.gone()
+        successor = daemon.successor().start("--replace")
+        code, said = daemon.wait_exit()
         assert code == 0, said
         reached(cache)
         assert dict(r.match().by_tier) == {"host": 8}, "an open request goes on"
@@ -71,28 +71,28 @@ def test_what_is_in_host_memory_is_there_in_the_next_process(make_house: Make, n
         assert load(bound, PROMPT) == expected
         assert cache.flush(60)
         assert cache.check() == []
-        house = successor.successor().start("--replace")  # and so on
-        assert successor.gone()[0] == 0
+        daemon = successor.successor().start("--replace")  # and so on
+        assert successor.wait_exit()[0] == 0
         reached(cache)
         assert tiers(bound, PROMPT) == {"host": 8}
         assert load(bound, PROMPT) == expected
         assert load(bound, list(range(100, 132))) == other
         assert cache.check() == []
-    assert house.end()[0] == 0
+    assert daemon.terminate()[0] == 0
 
 
-def test_an_operators_pins_go_on(make_house: Make, runtime: Path) -> None:
-    house = make_house(CONTROL__ENABLED="true", HOST__CAPACITY_BYTES="2MiB", HOST__SLAB_BYTES="512KiB")
-    house.environ["XDG_RUNTIME_DIR"] = str(runtime.parent)
-    house.start()
-    with house.open() as cache:
+def test_an_operators_pins_go_on(make_daemon: Make, runtime: Path) -> None:
+    daemon = make_daemon(CONTROL__ENABLED="true", HOST__CAPACITY_BYTES="2MiB", HOST__SLAB_BYTES="512KiB")
+    daemon.environ["XDG_RUNTIME_DIR"] = str(runtime.parent)
+    daemon.start()
+    with daemon.open() as cache:
         bound = bound_to(cache)
         expected = store(bound, PROMPT, 1)
         (control,) = runtime.glob("*.sock")
         kept = send_command(control, "pin", ids=np.array(PROMPT, "<u4").tobytes(), seconds=3600)["pins"]
         assert [pin["tokens"] for pin in kept] == [len(PROMPT)]
-        successor = house.successor().start("--replace")
-        assert house.gone()[0] == 0
+        successor = daemon.successor().start("--replace")
+        assert daemon.wait_exit()[0] == 0
         reached(cache)
         (control,) = runtime.glob("*.sock")
         assert send_command(control, "pin")["pins"] == kept
@@ -100,60 +100,60 @@ def test_an_operators_pins_go_on(make_house: Make, runtime: Path) -> None:
             store(bound, [seed * 100 + i for i in range(32)], seed)
         assert load(bound, PROMPT) == expected
         assert send_command(control, "unpin", pin=kept[0]["pin"])["pins"] == []
-    assert successor.end()[0] == 0
+    assert successor.terminate()[0] == 0
 
 
-def test_without_a_listening_daemon_it_simply_begins(make_house: Make) -> None:
-    house = make_house().start("--replace")
-    with house.open() as cache:
+def test_without_a_listening_daemon_it_simply_begins(make_daemon: Make) -> None:
+    daemon = make_daemon().start("--replace")
+    with daemon.open() as cache:
         expected = store(bound_to(cache), PROMPT, 1)
         assert load(bound_to(cache), PROMPT) == expected
-    again = house.successor().run()
+    again = daemon.successor().run()
     assert again.returncode != 0, "without the word no daemon is replaced"
     assert "serves it" in again.stderr
 
 
-def test_one_that_ends_already_is_waited_for(make_house: Make) -> None:
-    house = make_house(nvme=True).start()
-    with house.open() as cache:
+def test_one_that_ends_already_is_waited_for(make_daemon: Make) -> None:
+    daemon = make_daemon(nvme=True).start()
+    with daemon.open() as cache:
         expected = store(bound_to(cache), PROMPT, 1)
-    assert house.process is not None
-    house.process.terminate()
-    successor = house.successor().start("--replace")
+    assert daemon.process is not None
+    daemon.process.terminate()
+    successor = daemon.successor().start("--replace")
     with successor.open() as cache:
         assert load(bound_to(cache), PROMPT) == expected
-    assert house.gone()[0] == 0
+    assert daemon.wait_exit()[0] == 0
 
 
 @pytest.mark.parametrize("what", ["table", "refuses", "silent"])
-def test_one_of_another_version_leaves_what_is_on_the_drive(make_house: Make, what: str) -> None:
+def test_one_of_another_version_leaves_what_is_on_the_drive(make_daemon: Make, what: str) -> None:
     """Its table is another, it knows of no heirs, or it just ends."""
-    house = make_house(nvme=True)
-    house.before = [sys.executable, "-m", "tests.daemon.older", what]
-    house.start()
-    with house.open() as cache:
+    daemon = make_daemon(nvme=True)
+    daemon.wrapper = [sys.executable, "-m", "tests.daemon.other_version_daemon", what]
+    daemon.start()
+    with daemon.open() as cache:
         bound = bound_to(cache)
         expected = store(bound, PROMPT, 1)
         assert cache.flush(60)
-        successor = house.successor(LOG__FORMAT="text").start("--replace")
-        assert house.gone()[0] == 0
+        successor = daemon.successor(LOG__FORMAT="text").start("--replace")
+        assert daemon.wait_exit()[0] == 0
         reached(cache)
         assert tiers(bound, PROMPT) == {"nvme": 8}
         assert load(bound, PROMPT) == expected
         assert cache.check() == []
-    code, said = successor.end()
+    code, said = successor.terminate()
     assert code == 0
     assert "taken over" in said or "hands over nothing" in said
 
 
-def test_a_smaller_arena_takes_what_fits(make_house: Make) -> None:
-    house = make_house(nvme=True).start()
-    with house.open() as cache:
+def test_a_smaller_arena_takes_what_fits(make_daemon: Make) -> None:
+    daemon = make_daemon(nvme=True).start()
+    with daemon.open() as cache:
         bound = bound_to(cache)
         expected = {seed: store(bound, [seed, *range(255)], seed) for seed in range(30)}  # 22 MiB
         assert cache.flush(60)
-        successor = house.successor(HOST__CAPACITY_BYTES="8MiB").start("--replace")
-        assert house.gone()[0] == 0
+        successor = daemon.successor(HOST__CAPACITY_BYTES="8MiB").start("--replace")
+        assert daemon.wait_exit()[0] == 0
         reached(cache)
         assert tiers(bound, [29, *range(255)]) == {"host": 64}, "what was used last"
         stats = cache.stats()["tiers"]["host"]
@@ -161,42 +161,42 @@ def test_a_smaller_arena_takes_what_fits(make_house: Make) -> None:
         for seed, blocks in expected.items():
             assert load(bound, [seed, *range(255)]) == blocks
         assert cache.check() == []
-    assert successor.end()[0] == 0
+    assert successor.terminate()[0] == 0
 
 
-def test_an_arena_without_a_set_size_keeps_its_size(make_house: Make) -> None:
-    house, sizes = make_house(), []
-    del house.environ["KVCACHE_HOST__CAPACITY_BYTES"]
-    house.start()
-    with house.open() as cache:
+def test_an_arena_without_a_set_size_keeps_its_size(make_daemon: Make) -> None:
+    daemon, sizes = make_daemon(), []
+    del daemon.environ["KVCACHE_HOST__CAPACITY_BYTES"]
+    daemon.start()
+    with daemon.open() as cache:
         store(bound_to(cache), PROMPT, 1)
         sizes.append(cache.stats()["tiers"]["host"]["capacity_bytes"])
-        house.successor().start("--replace")
+        daemon.successor().start("--replace")
         reached(cache)
         sizes.append(cache.stats()["tiers"]["host"]["capacity_bytes"])
     assert sizes[0] == sizes[1]
 
 
-def test_tenants_stay_apart(make_house: Make) -> None:
+def test_tenants_stay_apart(make_daemon: Make) -> None:
     """Those that map and those whose bytes are copied."""
-    house, tokens = make_house(), {name: new_token() for name in ("acme", "beta")}
+    daemon, tokens = make_daemon(), {name: new_token() for name in ("acme", "beta")}
     rows = {name: {"tokens": [token_hash(token)]} for name, token in tokens.items()}
     rows["beta"]["share"] = "copy"  # type: ignore[assignment]
     rows["*"] = {"users": [os.geteuid()]}  # type: ignore[dict-item]
-    house.environ["KVCACHE_DAEMON__TENANTS_FILE"] = str(written(house.directory / "tenants", **rows))
-    house.start()
+    daemon.environ["KVCACHE_DAEMON__TENANTS_FILE"] = str(written(daemon.directory / "tenants", **rows))
+    daemon.start()
     for name, token in tokens.items():
-        (house.directory / name).write_text(token)
+        (daemon.directory / name).write_text(token)
 
     def opened(name: str) -> Any:
-        return house.open(token_file=str(house.directory / name))
+        return daemon.open(token_file=str(daemon.directory / name))
 
     with opened("acme") as acme, opened("beta") as beta:
         expected = [store(bound_to(cache), PROMPT, seed) for seed, cache in enumerate((acme, beta))]
         hidden = [777, *range(63)]
         secret = store(bound_to(acme), hidden, 7)
-        house.successor().start("--replace")
-        assert house.gone()[0] == 0
+        daemon.successor().start("--replace")
+        assert daemon.wait_exit()[0] == 0
         for cache in (acme, beta):
             reached(cache)
         assert [load(bound_to(cache), PROMPT) for cache in (acme, beta)] == expected
@@ -206,14 +206,14 @@ def test_tenants_stay_apart(make_house: Make) -> None:
             for cache in (acme, beta):
                 store(bound_to(cache), [900 + number, *range(63)], number)
         assert [load(bound_to(cache), PROMPT) for cache in (acme, beta)] == expected
-    with house.open() as operator:
+    with daemon.open() as operator:
         assert operator.check() == []
 
 
-def test_a_reader_of_before_has_a_miss_and_never_another_block(make_house: Make) -> None:
-    house = make_house(HOST__CAPACITY_BYTES="4MiB", HOST__SLAB_BYTES="1MiB", DAEMON__DRAIN_S=0.2).start()
+def test_a_reader_of_before_has_a_miss_and_never_another_block(make_daemon: Make) -> None:
+    daemon = make_daemon(HOST__CAPACITY_BYTES="4MiB", HOST__SLAB_BYTES="1MiB", DAEMON__DRAIN_S=0.2).start()
     slow, engine = Slow(), Engine(LAYOUT)
-    with house.open() as cache, house.open() as other:
+    with daemon.open() as cache, daemon.open() as other:
         bound = bound_to(cache)
         store(bound, PROMPT, 1)
         cache.copiers = slow
@@ -221,8 +221,8 @@ def test_a_reader_of_before_has_a_miss_and_never_another_block(make_house: Make)
             assert r.match(PROMPT).blocks == 8
             transfer = r.load(8, engine.described, engine.ids(list(range(8))))
             assert slow.entered.wait(60)
-            house.successor().start("--replace")
-            assert house.gone()[0] == 0
+            daemon.successor().start("--replace")
+            assert daemon.wait_exit()[0] == 0
             reached(other)
             for turn in range(12):  # more than host can have: the slots that are read are given out again
                 store(bound_to(other), [1000 + turn, *range(255)], turn)
@@ -233,12 +233,12 @@ def test_a_reader_of_before_has_a_miss_and_never_another_block(make_house: Make)
         assert other.check() == []
 
 
-def test_an_earlier_writer_writes_into_no_other_block(make_house: Make) -> None:
+def test_an_earlier_writer_writes_into_no_other_block(make_daemon: Make) -> None:
     """It still maps what it was lent: that extent stays behind."""
-    house = make_house(HOST__CAPACITY_BYTES="4MiB", HOST__SLAB_BYTES="1MiB", DAEMON__DRAIN_S=0.2).start()
+    daemon = make_daemon(HOST__CAPACITY_BYTES="4MiB", HOST__SLAB_BYTES="1MiB", DAEMON__DRAIN_S=0.2).start()
     slow, engine = Slow(), Engine(LAYOUT)
     engine.fill(9, list(range(8)))
-    with house.open() as cache, house.open() as other:
+    with daemon.open() as cache, daemon.open() as other:
         first = {turn: store(bound_to(other), [2000 + turn, *range(127)], turn) for turn in range(4)}
         bound = bound_to(cache)
         cache.copiers = slow
@@ -246,8 +246,8 @@ def test_an_earlier_writer_writes_into_no_other_block(make_house: Make) -> None:
             r.match(PROMPT)
             transfer = r.store(engine.described, engine.ids(list(range(8))))
             assert slow.entered.wait(60)
-            house.successor().start("--replace")
-            assert house.gone()[0] == 0
+            daemon.successor().start("--replace")
+            assert daemon.wait_exit()[0] == 0
             reached(other)
             there = [turn for turn in first if tiers(bound_to(other), [2000 + turn, *range(127)])]
             assert 0 < len(there) < 4, "what is in other extents"
@@ -263,124 +263,124 @@ def test_an_earlier_writer_writes_into_no_other_block(make_house: Make) -> None:
 
 
 def test_killed_at_any_moment_it_is_the_drives_path_and_no_wrong_block(
-    make_house: Make, request: pytest.FixtureRequest
+    make_daemon: Make, request: pytest.FixtureRequest
 ) -> None:
     """The old one, the new one, or both; engines go on all the while."""
     kills, rng = 40 if request.config.getoption("--long") else 5, random.Random(3)
-    house = make_house(nvme=True, DAEMON__DRAIN_S=1).start()
-    with house.open() as cache, working(cache) as workers:
+    daemon = make_daemon(nvme=True, DAEMON__DRAIN_S=1).start()
+    with daemon.open() as cache, working(cache) as workers:
         for i in range(kills):
             for worker in workers:
                 worker.wait_turns(rng.randrange(1, 12))
             sure = durable(cache, workers)
-            successor = house.successor().begin("--replace")
+            successor = daemon.successor().launch("--replace")
             workers[0].wait_turns(rng.randrange(1, 300))
-            for each in {0: (house,), 1: (successor,), 2: (house, successor)}[i % 3]:
+            for each in {0: (daemon,), 1: (successor,), 2: (daemon, successor)}[i % 3]:
                 each.kill()
             if i % 3 == 0:
-                successor.serves()
+                successor.wait_serving()
             else:  # whatever the old one was told by then, it is replaced
-                successor = house.successor().start("--replace")
-            house.gone()
-            house = successor
+                successor = daemon.successor().start("--replace")
+            daemon.wait_exit()
+            daemon = successor
             reached(cache)
-            with house.open() as other:
+            with daemon.open() as other:
                 assert other.check() == []
                 check_durable(other, workers, sure)
 
 
-def test_engines_go_on_through_many_hand_overs(make_house: Make, request: pytest.FixtureRequest) -> None:
+def test_engines_go_on_through_many_hand_overs(make_daemon: Make, request: pytest.FixtureRequest) -> None:
     turns = 20 if request.config.getoption("--long") else 3
-    house = make_house().start()
-    with house.open() as cache:
+    daemon = make_daemon().start()
+    with daemon.open() as cache:
         with working(cache) as workers:
             for _ in range(turns):
                 for worker in workers:
                     worker.wait_turns(30)
-                successor = house.successor().start("--replace")
-                assert house.gone()[0] == 0
-                house = successor
+                successor = daemon.successor().start("--replace")
+                assert daemon.wait_exit()[0] == 0
+                daemon = successor
                 reached(cache)
         for worker in workers:  # there is no drive: what is still there came through memory
             assert any(tiers(worker.bound, worker.tokens(prompt)) == {"host": BLOCKS} for prompt in worker.stored)
         assert cache.check() == []
 
 
-def test_a_private_daemon_is_replaced_as_well(make_house: Make) -> None:
-    house = make_house()
-    environ = {**house.environ, "XDG_RUNTIME_DIR": str(house.directory)}
+def test_a_private_daemon_is_replaced_as_well(make_daemon: Make) -> None:
+    daemon = make_daemon()
+    environ = {**daemon.environ, "XDG_RUNTIME_DIR": str(daemon.directory)}
     del environ["KVCACHE_NVME__PATH"]
     where = find_or_start("engine", environ=environ, linger_s=30, nvme__enabled=False)
-    house.socket, house.where, house.environ = Path(where.removeprefix("unix:")), where, environ
-    with house.open(engine="engine") as cache:
+    daemon.socket, daemon.endpoint, daemon.environ = Path(where.removeprefix("unix:")), where, environ
+    with daemon.open(engine="engine") as cache:
         expected = store(bound_to(cache), PROMPT, 1)
-        successor = house.successor()
-        successor.socket = house.socket
+        successor = daemon.successor()
+        successor.socket = daemon.socket
         successor.start("--replace", "--linger-s", "30")
         reached(cache)
         assert tiers(bound_to(cache), PROMPT) == {"host": 8}
         assert load(bound_to(cache), PROMPT) == expected
-    assert successor.end()[0] == 0
+    assert successor.terminate()[0] == 0
 
 
 @pytest.mark.skipif(os.geteuid() != 0 or shutil.which("setpriv") is None, reason="root can be another user")
-def test_another_user_cannot_take_over(make_house: Make) -> None:
-    house = make_house(DAEMON__MODE="666").start()
-    for path in (house.directory.parent, house.directory):
+def test_another_user_cannot_take_over(make_daemon: Make) -> None:
+    daemon = make_daemon(DAEMON__MODE="666").start()
+    for path in (daemon.directory.parent, daemon.directory):
         path.chmod(0o755)
-    successor = house.successor()
-    successor.before = [sys.executable, "-c", ASK, str(house.socket), "54321"]
+    successor = daemon.successor()
+    successor.wrapper = [sys.executable, "-c", ASK, str(daemon.socket), "54321"]
     done = successor.run()
     assert "'access'" in done.stdout, done.stderr
     assert "AccessError" in done.stderr
-    assert house.process is not None
-    assert house.process.poll() is None
-    with house.open() as cache:
+    assert daemon.process is not None
+    assert daemon.process.poll() is None
+    with daemon.open() as cache:
         expected = store(bound_to(cache), PROMPT, 1)
         assert load(bound_to(cache), PROMPT) == expected
 
 
 @pytest.mark.skipif(os.geteuid() != 0 or shutil.which("unshare") is None, reason="root can make namespaces")
-def test_another_container_cannot_take_over(make_house: Make) -> None:
+def test_another_container_cannot_take_over(make_daemon: Make) -> None:
     """Where the same number is another user."""
     words = ["unshare", "--pid", "--fork", "--kill-child", "--mount-proc"]
     if subprocess.run([*words, "true"], capture_output=True, check=False).returncode:
         pytest.skip("no namespaces can be made here")
-    house = make_house().start()
-    with house.open() as cache:
+    daemon = make_daemon().start()
+    with daemon.open() as cache:
         expected = store(bound_to(cache), PROMPT, 1)
-        successor = house.successor()
-        successor.before = words
+        successor = daemon.successor()
+        successor.wrapper = words
         done = successor.run("--replace")
         assert done.returncode != 0
         assert "namespaces" in done.stderr
-        successor.before = [*words, sys.executable, "-c", ASK, str(house.socket)]
+        successor.wrapper = [*words, sys.executable, "-c", ASK, str(daemon.socket)]
         assert "'access'" in successor.run().stdout
-        assert house.process is not None
-        assert house.process.poll() is None
+        assert daemon.process is not None
+        assert daemon.process.poll() is None
         assert load(bound_to(cache), PROMPT) == expected
 
 
-def test_a_network_client_cannot_take_over(make_house: Make) -> None:
-    house = make_house(tcp=True).start()
-    wire = house.wire()
+def test_a_network_client_cannot_take_over(make_daemon: Make) -> None:
+    daemon = make_daemon(tcp=True).start()
+    wire = daemon.connect()
     try:
         wire.send({"op": "hello", "version": PROTOCOL_VERSION, "role": "heir"})
         assert wire.receive(30)[0]["error"] == "access"
     finally:
         wire.close()
-    with house.open() as cache:
+    with daemon.open() as cache:
         store(bound_to(cache), PROMPT, 1)
         assert tiers(bound_to(cache), PROMPT) == {"host": 8}
 
 
-def test_a_daemon_that_goes_on_serving_is_not_started_beside(make_house: Make, tmp_path: Path) -> None:
+def test_a_daemon_that_goes_on_serving_is_not_started_beside(make_daemon: Make, tmp_path: Path) -> None:
     """Where the new one's settings make no sense it says so before anybody is asked to end."""
-    house = make_house().start()
-    bad = house.successor(DAEMON__TENANTS_FILE=tmp_path / "missing").run("--replace")
+    daemon = make_daemon().start()
+    bad = daemon.successor(DAEMON__TENANTS_FILE=tmp_path / "missing").run("--replace")
     assert bad.returncode != 0
-    assert house.process is not None
-    assert house.process.poll() is None
+    assert daemon.process is not None
+    assert daemon.process.poll() is None
     assert take_over(tmp_path / "nobody") is None
-    with house.open() as cache:
+    with daemon.open() as cache:
         assert cache.check() == []

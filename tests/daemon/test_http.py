@@ -16,9 +16,9 @@ from kvcache.daemon.server.admission import RateLimit
 from kvcache.daemon.server.auth import Tenant
 from kvcache.observe.exporter import exposition
 from kvcache.settings.sources import load as load_settings
-from tests.daemon.house import bound_to, load, store
+from tests.daemon.daemon_process import bound_to, load, store
+from tests.daemon.in_process_daemon import InProcessDaemon, until
 from tests.daemon.test_rate_limit import Turned
-from tests.daemon.within import Within, until
 
 API = ("stats", "namespaces", "tenants", "agents", "prefixes", "events", "curve", "history", "info")
 OPEN = ("/metrics", "/healthz", "/readyz")
@@ -229,13 +229,13 @@ def test_history_is_sampled_and_bounded(site: TestClient, cache: Cache) -> None:
     assert [sample["time"] for sample in history.all()] == [2.0, 3.0, 4.0]
 
 
-def test_ready_is_when_it_serves_and_what_it_waits_for_is_there(within: Within) -> None:
-    assert within.daemon.not_ready_reason() == ""
-    within.cache.readiness_checks.append(lambda: False)
-    assert "still being loaded" in within.daemon.not_ready_reason()
-    within.cache.readiness_checks.clear()
-    within.daemon.stop()
-    until(lambda: within.daemon.not_ready_reason() == "ending")
+def test_ready_is_when_it_serves_and_what_it_waits_for_is_there(in_process: InProcessDaemon) -> None:
+    assert in_process.daemon.not_ready_reason() == ""
+    in_process.cache.readiness_checks.append(lambda: False)
+    assert "still being loaded" in in_process.daemon.not_ready_reason()
+    in_process.cache.readiness_checks.clear()
+    in_process.daemon.stop()
+    until(lambda: in_process.daemon.not_ready_reason() == "ending")
 
 
 def test_a_tenant_s_explanations_count_among_what_it_may_ask_for(visit: Callable[..., TestClient]) -> None:

@@ -18,7 +18,7 @@ from kvcache.settings.service import HttpSettings
 from kvcache.settings.sources import load as load_settings
 from kvcache.settings.types import show_bytes
 from tests.daemon.browser import CHROMIUM, MISSING, Browser
-from tests.daemon.house import bound_to, load, store
+from tests.daemon.daemon_process import bound_to, load, store
 from tests.daemon.test_http import OWNERS
 
 pytestmark = [pytest.mark.skipif(CHROMIUM is None, reason=MISSING)]

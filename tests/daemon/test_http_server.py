@@ -18,14 +18,14 @@ from kvcache.daemon.http.server import bind_listener, start
 from kvcache.daemon.server.auth import new_token, token_hash
 from kvcache.observe.metrics import METRICS
 from kvcache.settings.service import HttpSettings
-from tests.daemon.house import House, bound_to, load, store
-from tests.daemon.within import Within
+from tests.daemon.daemon_process import DaemonProcess, bound_to, load, store
+from tests.daemon.in_process_daemon import InProcessDaemon
 from tests.peer.certificates import OPENSSL, authority, certificate
 
-MakeHouse = Callable[..., House]
+MakeDaemon = Callable[..., DaemonProcess]
 
 
-class Web(House):
+class Web(DaemonProcess):
     """With a page, on a port that the system gives."""
 
     words: tuple[str, ...] = ()
@@ -39,12 +39,12 @@ class Web(House):
     @property
     def port(self) -> int:
         found = re.search(r"https?://[^/]+:(\d+)/", self.serving)
-        assert found, self.said
+        assert found, self.output
         return int(found[1])
 
     @property
     def serving(self) -> str:
-        return next(line for line in self.said if "serving" in line)
+        return next(line for line in self.output if "serving" in line)
 
     def get(self, path: str, token: str = "", context: ssl.SSLContext | None = None) -> tuple[int, str]:
         if context is None:
@@ -60,10 +60,10 @@ class Web(House):
 
 
 @pytest.fixture
-def make_web(make_house: MakeHouse, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Web]:
-    """As `make_house`, which ends them."""
-    monkeypatch.setattr("tests.daemon.conftest.House", Web)
-    return make_house  # type: ignore[return-value]
+def make_web(make_daemon: MakeDaemon, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Web]:
+    """As `make_daemon`, which ends them."""
+    monkeypatch.setattr("tests.daemon.conftest.DaemonProcess", Web)
+    return make_daemon  # type: ignore[return-value]
 
 
 def test_it_serves_what_engines_do(make_web: Callable[..., Web]) -> None:
@@ -81,12 +81,12 @@ def test_it_serves_what_engines_do(make_web: Callable[..., Web]) -> None:
     assert web.get("/healthz") == (200, "ok\n")
     assert web.get("/readyz") == (200, "ok\n")
     assert '"agent":"planner"' in web.get("/api/agents")[1]
-    code, said = web.end()
+    code, said = web.terminate()
     assert (code, "ending" in said) == (0, True)
 
 
-def test_without_it_nothing_listens(house: House) -> None:
-    assert "http" not in house.said[0]
+def test_without_it_nothing_listens(daemon: DaemonProcess) -> None:
+    assert "http" not in daemon.output[0]
 
 
 def test_a_port_that_is_taken_is_one_line(make_web: Callable[..., Web]) -> None:
@@ -141,7 +141,7 @@ def test_tenants_have_tokens_and_a_token_is_in_no_log(make_web: Callable[..., We
     assert '"tenant":"acme"' in web.get("/api/info", mine)[1]
     assert '"tenant":null' in web.get("/api/info", operators)[1]
     assert web.get("/metrics")[0] == 200
-    _, said = web.end()
+    _, said = web.terminate()
     assert mine not in said
     assert operators not in said
 
@@ -172,14 +172,14 @@ def test_input_that_is_not_http_does_no_harm(make_web: Callable[..., Web]) -> No
 
 
 def test_more_than_enough_are_hung_up_on_and_those_that_are_there_are_served(
-    within: Within, monkeypatch: pytest.MonkeyPatch
+    in_process: InProcessDaemon, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("kvcache.daemon.http.server.HEADER_TIMEOUT_S", 600.0)
     monkeypatch.setattr("kvcache.daemon.http.server.MAX_HTTP_CONNECTIONS", 3)
     settings = HttpSettings(enabled=True, port=0)
     listener = bind_listener(settings)
     port = listener.getsockname()[1]
-    end = start(HttpApi(within.cache).application(), listener, settings)
+    end = start(HttpApi(in_process.cache).application(), listener, settings)
     try:
         with ExitStack() as stack:
             first, *_ = [stack.enter_context(socket.create_connection(("127.0.0.1", port), 60)) for _ in range(3)]
@@ -203,7 +203,7 @@ def test_more_than_enough_are_hung_up_on_and_those_that_are_there_are_served(
     ids=["nothing", "half a head", "half a second head", "half a body"],
 )
 def test_who_does_not_come_to_an_end_is_hung_up_on(
-    within: Within, monkeypatch: pytest.MonkeyPatch, sent: bytes, answered: bytes
+    in_process: InProcessDaemon, monkeypatch: pytest.MonkeyPatch, sent: bytes, answered: bytes
 ) -> None:
     # who is answered first has the time to ask
     monkeypatch.setattr("kvcache.daemon.http.server.HEADER_TIMEOUT_S", 5.0 if answered else 0.2)
@@ -211,7 +211,7 @@ def test_who_does_not_come_to_an_end_is_hung_up_on(
     settings = HttpSettings(enabled=True, port=0)
     listener = bind_listener(settings)
     port = listener.getsockname()[1]
-    end = start(HttpApi(within.cache).application(), listener, settings)
+    end = start(HttpApi(in_process.cache).application(), listener, settings)
     try:
         with socket.create_connection(("127.0.0.1", port), timeout=60) as connection:
             connection.sendall(sent)

@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
-from tests.contract.caches import Engine
-from tests.daemon.house import LAYOUT, House, bound_to, reached
-from tests.daemon.within import Within, until
+from tests.contract.fake_engine import Engine
+from tests.daemon.daemon_process import LAYOUT, DaemonProcess, bound_to, reached
+from tests.daemon.in_process_daemon import InProcessDaemon, until
 
 ROOT = Path(__file__).parents[2]
 BLOCKS = 8
@@ -116,39 +116,39 @@ def check_durable(cache: Any, workers: list[Worker], sure: list[set[int]]) -> No
 
 @pytest.mark.parametrize("tcp", [False, True], ids=["unix", "tcp"])
 def test_a_killed_daemon_costs_misses_and_what_was_durable_is_there(
-    make_house: Callable[..., House], request: pytest.FixtureRequest, tcp: bool
+    make_daemon: Callable[..., DaemonProcess], request: pytest.FixtureRequest, tcp: bool
 ) -> None:
     kills = 50 if request.config.getoption("--long") else 2 if tcp else 5
     rng = random.Random(1)
-    house = make_house(nvme=True, tcp=tcp).start()
-    with house.open() as cache, working(cache) as workers:
+    daemon = make_daemon(nvme=True, tcp=tcp).start()
+    with daemon.open() as cache, working(cache) as workers:
         for _ in range(kills):
             for worker in workers:
                 worker.wait_turns(rng.randrange(1, 12))
             sure = durable(cache, workers)
             for worker in workers:
                 worker.wait_turns(rng.randrange(3))
-            house.kill()
+            daemon.kill()
             for worker in workers:
                 worker.wait_turns(3)  # without a daemon: it goes on
-            house.start()
+            daemon.start()
             reached(cache)
-            with house.open() as other:
+            with daemon.open() as other:
                 assert other.check() == []
                 check_durable(other, workers, sure)
 
 
-@pytest.mark.parametrize("kind", ["within", "loopback"])
+@pytest.mark.parametrize("kind", ["in_process", "tcp_daemon"])
 def test_a_killed_client_leaves_nothing_behind(request: pytest.FixtureRequest, kind: str) -> None:
-    within: Within = request.getfixturevalue(kind)
-    where = f"unix:{within.path}" if within.port is None else str(within.port)
+    in_process: InProcessDaemon = request.getfixturevalue(kind)
+    where = f"unix:{in_process.path}" if in_process.port is None else str(in_process.port)
     kills = 50 if request.config.getoption("--long") else 5
     rng = random.Random(2)
     for first in range(0, kills, 5):
         with ExitStack() as undo:
             victims = []
             for seed in range(first, first + 5):
-                words = [sys.executable, "-m", "tests.daemon.victim", where, str(seed)]
+                words = [sys.executable, "-m", "tests.daemon.load_generator", where, str(seed)]
                 victims.append(subprocess.Popen(words, stdout=subprocess.PIPE, text=True, cwd=ROOT))
                 undo.callback(victims[-1].communicate)
                 undo.callback(victims[-1].kill)
@@ -156,17 +156,17 @@ def test_a_killed_client_leaves_nothing_behind(request: pytest.FixtureRequest, k
                 assert victim.stdout is not None
                 assert victim.stdout.readline() == "begins\n"
             for victim in victims:
-                seen = within.cache.counters.tree().get("stored_blocks", 0) + rng.randrange(1, 64)
-                until(lambda seen=seen: within.cache.counters.tree().get("stored_blocks", 0) >= seen)
+                seen = in_process.cache.counters.tree().get("stored_blocks", 0) + rng.randrange(1, 64)
+                until(lambda seen=seen: in_process.cache.counters.tree().get("stored_blocks", 0) >= seen)
                 victim.kill()
-        until(lambda: within.daemon.sessions == [])
-        until(lambda: within.held == 0 and within.lost == 0)
-        assert within.cache.check() == []
+        until(lambda: in_process.daemon.sessions == [])
+        until(lambda: in_process.held_blocks == 0 and in_process.leaked_slots == 0)
+        assert in_process.cache.check() == []
 
 
-def test_64_clients_at_once_each_find_their_own(within: Within, request: pytest.FixtureRequest) -> None:
-    clients = [within.open(threads=1) for _ in range(64)]
-    assert len(within.daemon.sessions) == 64
+def test_64_clients_at_once_each_find_their_own(in_process: InProcessDaemon, request: pytest.FixtureRequest) -> None:
+    clients = [in_process.open(threads=1) for _ in range(64)]
+    assert len(in_process.daemon.sessions) == 64
     turns = 200 if request.config.getoption("--long") else 3
     workers = [Worker(bound_to(client, cache_salt=str(number)), number, turns) for number, client in enumerate(clients)]
     for worker in workers:
@@ -177,4 +177,4 @@ def test_64_clients_at_once_each_find_their_own(within: Within, request: pytest.
     assert [fault for worker in workers for fault in worker.faults] == []
     for client in clients:
         client.close()
-    until(lambda: within.daemon.sessions == [])
+    until(lambda: in_process.daemon.sessions == [])

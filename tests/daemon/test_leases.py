@@ -10,9 +10,9 @@ import pytest
 
 from kvcache.tier.tier import Outcome
 from kvcache.transfer.copier import Copier, CopierRegistry, CopyHandle
-from tests.contract.caches import Engine
-from tests.daemon.house import LAYOUT, bound_to, load, store
-from tests.daemon.within import Within, until
+from tests.contract.fake_engine import Engine
+from tests.daemon.daemon_process import LAYOUT, bound_to, load, store
+from tests.daemon.in_process_daemon import InProcessDaemon, until
 
 
 class Slow(CopierRegistry):
@@ -43,21 +43,21 @@ class Slow(CopierRegistry):
 
 
 @pytest.fixture
-def brief(make_within: Callable[..., Within]) -> Within:
+def brief(make_in_process: Callable[..., InProcessDaemon]) -> InProcessDaemon:
     """With leases that a client soon outlasts. What is stored beside goes into its cache by no lease at all."""
-    return make_within(daemon__lease_s=0.2)
+    return make_in_process(daemon__lease_s=0.2)
 
 
-def test_a_reader_that_takes_longer_than_its_lease_has_a_miss_and_never_another_block(brief: Within) -> None:
-    within, slow, engine = brief, Slow(), Engine(LAYOUT)
-    own, cache = bound_to(within.cache), within.open()
+def test_a_reader_that_takes_longer_than_its_lease_has_a_miss_and_never_another_block(brief: InProcessDaemon) -> None:
+    in_process, slow, engine = brief, Slow(), Engine(LAYOUT)
+    own, cache = bound_to(in_process.cache), in_process.open()
     store(own, list(range(16)), 1)
     cache.copiers = slow
     with bound_to(cache).request() as r:
         assert r.match(list(range(16))).blocks == 4
         transfer = r.load(4, engine.described, engine.ids([8, 9, 10, 11]))
         assert slow.entered.wait(60)
-        until(lambda: within.held == 0)  # the daemon has given it up
+        until(lambda: in_process.held_blocks == 0)  # the daemon has given it up
         for turn in range(8):  # as much as host can have, and more: the slots that are read are given out again
             store(own, [1000 + turn, *range(63)], turn)
         slow.go.set()
@@ -66,16 +66,16 @@ def test_a_reader_that_takes_longer_than_its_lease_has_a_miss_and_never_another_
         assert transfer.blocks == 0
 
 
-def test_a_writer_past_its_lease_writes_into_no_other_block(brief: Within) -> None:
-    within, slow, engine = brief, Slow(), Engine(LAYOUT)
-    own, cache = bound_to(within.cache), within.open()
+def test_a_writer_past_its_lease_writes_into_no_other_block(brief: InProcessDaemon) -> None:
+    in_process, slow, engine = brief, Slow(), Engine(LAYOUT)
+    own, cache = bound_to(in_process.cache), in_process.open()
     engine.fill(9, [0, 1, 2, 3])
     cache.copiers = slow
     with bound_to(cache).request() as r:
         r.match(list(range(16)))
         transfer = r.store(engine.described, engine.ids([0, 1, 2, 3]))
         assert slow.entered.wait(60)
-        until(lambda: within.cache.tier_manager.flush(0))  # the daemon has given it up
+        until(lambda: in_process.cache.tier_manager.flush(0))  # the daemon has given it up
         expected = {turn: store(own, [2000 + turn, *range(31)], turn) for turn in range(7)}
         assert r.match().blocks == 0
         slow.go.set()
@@ -84,45 +84,45 @@ def test_a_writer_past_its_lease_writes_into_no_other_block(brief: Within) -> No
     for turn, blocks in expected.items():
         found = load(own, [2000 + turn, *range(31)])
         assert found == blocks[: len(found)]
-    until(lambda: within.lost == 0)  # what was lent is back once the client has hung up
+    until(lambda: in_process.leaked_slots == 0)  # what was lent is back once the client has hung up
 
 
-def test_half_a_store_is_never_seen(within: Within) -> None:
-    cache, slow, engine = within.open(), Slow(), Engine(LAYOUT)
+def test_half_a_store_is_never_seen(in_process: InProcessDaemon) -> None:
+    cache, slow, engine = in_process.open(), Slow(), Engine(LAYOUT)
     cache.copiers = slow
     with bound_to(cache).request() as r:
         r.match(list(range(16)))
         transfer = r.store(engine.described, engine.ids([0, 1, 2, 3]))
         assert slow.entered.wait(60)
-        with bound_to(within.open()).request() as other:
+        with bound_to(in_process.open()).request() as other:
             assert other.match(list(range(16))).blocks == 0
         slow.go.set()
         assert transfer.wait(60)
 
 
-def test_what_a_client_held_is_back_when_it_hangs_up(within: Within) -> None:
-    cache = within.open()
+def test_what_a_client_held_is_back_when_it_hangs_up(in_process: InProcessDaemon) -> None:
+    cache = in_process.open()
     bound = bound_to(cache)
     store(bound, list(range(40)), 1)
     requests = [bound.request() for _ in range(3)]
     for r in requests:
         r.match(list(range(40)))
         r.admit()
-    assert within.held > 0
+    assert in_process.held_blocks > 0
     cache.close()
-    until(lambda: within.daemon.sessions == [])
-    assert within.held == 0
+    until(lambda: in_process.daemon.sessions == [])
+    assert in_process.held_blocks == 0
 
 
-def test_a_lease_does_not_end_while_its_request_waits(within: Within) -> None:
+def test_a_lease_does_not_end_while_its_request_waits(in_process: InProcessDaemon) -> None:
     """Only a copy has one: what is held belongs to the request, which may wait as long as it likes."""
-    cache = within.open()
+    cache = in_process.open()
     bound = bound_to(cache)
     expected = store(bound, list(range(16)), 1)
     with bound.request() as r:
         r.match(list(range(16)))
         r.admit()
-        other = bound_to(within.open())
+        other = bound_to(in_process.open())
         for turn in range(12):
             store(other, [3000 + turn, *range(63)], turn)
         engine = Engine(LAYOUT)
@@ -132,27 +132,27 @@ def test_a_lease_does_not_end_while_its_request_waits(within: Within) -> None:
         assert transfer.blocks == 4
 
 
-def test_memory_that_is_no_more_is_unmapped_and_no_other_tenant_s(within: Within) -> None:
-    cache = within.open(threads=1)  # each connection receives extents by itself: there is one
+def test_memory_that_is_no_more_is_unmapped_and_no_other_tenant_s(in_process: InProcessDaemon) -> None:
+    cache = in_process.open(threads=1)  # each connection receives extents by itself: there is one
     one, two = bound_to(cache, tenant="one"), bound_to(cache, tenant="two")
     store(one, list(range(64)), 1)
     (first,) = cache.connection.mappings.numbers
     for turn in range(200):  # until the first tenant's extent is emptied, and its memory released
         store(two, [4000 + turn, *range(63)], turn)
-        if {slab.tenant for slab in within.cache.host.arena.slabs()} == {"two"}:
+        if {slab.tenant for slab in in_process.cache.host.arena.slabs()} == {"two"}:
             break
     assert load(one, list(range(64))) == []
-    there = {slab.number for slab in within.cache.host.arena.slabs()}
+    there = {slab.number for slab in in_process.cache.host.arena.slabs()}
     dropped = set(cache.connection.mappings.numbers) - there
     assert first not in there
     store(two, [5000, *range(15)], 9)  # behind whose lending the daemon may drop more
     assert dropped.isdisjoint(cache.connection.mappings.numbers)
     assert first not in cache.connection.mappings.numbers
-    assert {slab.tenant for slab in within.cache.host.arena.slabs()} == {"two"}
+    assert {slab.tenant for slab in in_process.cache.host.arena.slabs()} == {"two"}
 
 
-def test_a_cancelled_transfer_ends_on_both_sides(within: Within) -> None:
-    cache, slow, engine = within.open(), Slow(), Engine(LAYOUT)
+def test_a_cancelled_transfer_ends_on_both_sides(in_process: InProcessDaemon) -> None:
+    cache, slow, engine = in_process.open(), Slow(), Engine(LAYOUT)
     bound = bound_to(cache)
     store(bound, list(range(16)), 1)
     cache.copiers = slow

@@ -8,17 +8,17 @@ from pathlib import Path
 
 import pytest
 
-from tests.daemon.house import House
-from tests.peer.port import free_port
+from tests.daemon.daemon_process import DaemonProcess
+from tests.peer.ports import free_port
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/net/tcp").exists(), reason="Linux tells who listens where")
 _LISTENS = "0A"
 
 
-def listening(house: House) -> set[str]:
+def listening(daemon: DaemonProcess) -> set[str]:
     """Addresses of all sockets of internet families on which its process listens, as `HOST:PORT` in hexadecimal."""
-    assert house.process is not None
-    own, proc = set(), Path("/proc") / str(house.process.pid)
+    assert daemon.process is not None
+    own, proc = set(), Path("/proc") / str(daemon.process.pid)
     for entry in (proc / "fd").iterdir():
         try:
             own.add(os.readlink(entry).removeprefix("socket:[").removesuffix("]"))
@@ -38,19 +38,19 @@ def loopback(port: int) -> str:
     return f"0100007F:{port:04X}"
 
 
-def test_by_itself_on_its_socket_alone(make_house: Callable[..., House]) -> None:
-    assert listening(make_house().start()) == set()
+def test_by_itself_on_its_socket_alone(make_daemon: Callable[..., DaemonProcess]) -> None:
+    assert listening(make_daemon().start()) == set()
 
 
-def test_each_port_on_loopback_unless_told_otherwise(make_house: Callable[..., House]) -> None:
+def test_each_port_on_loopback_unless_told_otherwise(make_daemon: Callable[..., DaemonProcess]) -> None:
     pytest.importorskip("uvicorn", reason="HTTP needs the extra daemon")
     http, port = free_port(), free_port()
-    house = make_house(HTTP__ENABLED="true", HTTP__PORT=http, DAEMON__LISTEN=f"127.0.0.1:{port}")
-    assert listening(house.start("--insecure-loopback")) == {loopback(http), loopback(port)}
+    daemon = make_daemon(HTTP__ENABLED="true", HTTP__PORT=http, DAEMON__LISTEN=f"127.0.0.1:{port}")
+    assert listening(daemon.start("--insecure-loopback")) == {loopback(http), loopback(port)}
 
 
-def test_where_it_was_told(make_house: Callable[..., House]) -> None:
+def test_where_it_was_told(make_daemon: Callable[..., DaemonProcess]) -> None:
     pytest.importorskip("uvicorn", reason="HTTP needs the extra daemon")
     http = free_port()
-    house = make_house(HTTP__ENABLED="true", HTTP__PORT=http, HTTP__HOST="127.0.0.2")
-    assert listening(house.start()) == {f"0200007F:{http:04X}"}
+    daemon = make_daemon(HTTP__ENABLED="true", HTTP__PORT=http, HTTP__HOST="127.0.0.2")
+    assert listening(daemon.start()) == {f"0200007F:{http:04X}"}

@@ -11,9 +11,9 @@ from kvcache.block.layout import KVLayout
 from kvcache.daemon.server.client_session import MAX_SIGNATURE_BYTES
 from kvcache.log import MAX_LABEL_CHARS
 from kvcache.observe.recent_requests import RecentRequest
-from tests.contract.caches import Engine
-from tests.daemon.house import LAYOUT, bound_to
-from tests.daemon.within import Within, until
+from tests.contract.fake_engine import Engine
+from tests.daemon.daemon_process import LAYOUT, bound_to
+from tests.daemon.in_process_daemon import InProcessDaemon, until
 
 OLD, NEW = list(range(40)), [*range(22), 501, 502, *range(23, 39)]
 
@@ -27,83 +27,85 @@ def ask(bound: Any, ids: list[int], name: str, *, store: bool = False, **more: A
             assert r.store(engine.described, engine.ids(blocks)).wait(60)
 
 
-def test_whose_it_is(within: Within) -> None:
-    bound = bound_to(within.open())
+def test_whose_it_is(in_process: InProcessDaemon) -> None:
+    bound = bound_to(in_process.open())
     with bound.request(id="named", agent="planner", session="s" * 1000) as r:
         r.match(OLD)
         r.admit()
         engine = Engine(LAYOUT)
         assert r.store(engine.described, engine.ids(list(range(10)))).wait(60)
-    told = story(within, "named")
+    told = story(in_process, "named")
     assert (told["reason"], told["agent"], told["session"]) == ("cold", "planner", "s" * MAX_LABEL_CHARS)
-    stored = next(event for event in within.cache.events.last() if event.kind == "stored")
+    stored = next(event for event in in_process.cache.events.last() if event.kind == "stored")
     assert (stored.request, stored.agent, stored.session) == ("named", "planner", "s" * MAX_LABEL_CHARS)
 
 
-def asked(within: Within, name: str) -> RecentRequest:
-    found = within.cache.miss_explainer.recent_requests.find(name)
+def asked(in_process: InProcessDaemon, name: str) -> RecentRequest:
+    found = in_process.cache.miss_explainer.recent_requests.find(name)
     assert found is not None
     return found
 
 
-def story(within: Within, name: str) -> dict[str, Any]:
-    return within.cache.miss_explainer.explain(asked(within, name), within.cache.namespaces)
+def story(in_process: InProcessDaemon, name: str) -> dict[str, Any]:
+    return in_process.cache.miss_explainer.explain(asked(in_process, name), in_process.cache.namespaces)
 
 
 @pytest.mark.parametrize("digests", [False, True])
-def test_diverged_at_a_token(within: Within, digests: bool) -> None:
+def test_diverged_at_a_token(in_process: InProcessDaemon, digests: bool) -> None:
     def named(ids: list[int]) -> dict[str, Any]:
         ends = range(4, len(ids) + 1, 4)
         return {"digests": [hashlib.sha256(str(ids[:end]).encode()).digest() for end in ends]} if digests else {}
 
-    bound = bound_to(within.open())
+    bound = bound_to(in_process.open())
     ask(bound, OLD, "old", store=True, **named(OLD))
     ask(bound, NEW, "new", **named(NEW))
-    told = story(within, "new")
+    told = story(in_process, "new")
     assert (told["reason"], told["block"], told["token"]) == ("diverged", 5, 22)
     assert told["other"]["request"] == "old"
     assert (told["before"][-2:], told["ours"][:3], told["theirs"][:2]) == ([20, 21], [501, 502, 23], [22, 23])
     assert told["meet"]["tokens"] >= 8
-    until(lambda: within.cache.counters.tree()["misses"] == {"cold": 1, "diverged": 1})
+    until(lambda: in_process.cache.counters.tree()["misses"] == {"cold": 1, "diverged": 1})
 
 
-def test_diverged_within_the_first_block(within: Within) -> None:
+def test_diverged_within_the_first_block(in_process: InProcessDaemon) -> None:
     wide = KVLayout.mha(layers=1, kv_heads=1, head_dim=4, block_tokens=16)
-    bound = within.open().namespace(wide, model="m", revision="1")
+    bound = in_process.open().namespace(wide, model="m", revision="1")
     ask(bound, OLD, "old")
     ask(bound, [*range(9), 77, *range(10, 40)], "new")
-    told = story(within, "new")
+    told = story(in_process, "new")
     assert (told["reason"], told["token"], told["other"]["request"]) == ("diverged", 9, "old")
-    until(lambda: within.cache.counters.tree()["misses"] == {"cold": 1, "diverged": 1})
+    until(lambda: in_process.cache.counters.tree()["misses"] == {"cold": 1, "diverged": 1})
 
 
-def test_apart_by_which_field(within: Within) -> None:
-    cache = within.open()
+def test_apart_by_which_field(in_process: InProcessDaemon) -> None:
+    cache = in_process.open()
     ask(bound_to(cache), OLD, "old", store=True)
     with cache.namespace(LAYOUT, model="another", revision="1").request(id="apart") as r:
         assert r.match(OLD).reason == "cold", "an answer tells nothing of other namespaces"
         r.admit()
-    told = story(within, "apart")
+    told = story(in_process, "apart")
     assert (told["reason"], told["other"]["request"]) == ("apart", "old")
     assert "model" in told["differs"]
 
 
-def test_what_was_found_whole_sends_no_tokens(within: Within) -> None:
-    bound = bound_to(within.open())
+def test_what_was_found_whole_sends_no_tokens(in_process: InProcessDaemon) -> None:
+    bound = bound_to(in_process.open())
     ask(bound, OLD, "old", store=True)
     ask(bound, OLD, "again")
-    assert asked(within, "old").ids[0].tolist() == OLD
-    assert asked(within, "again").ids == []
+    assert asked(in_process, "old").ids[0].tolist() == OLD
+    assert asked(in_process, "again").ids == []
 
 
-def test_tokens_count_among_what_a_client_may_have(within: Within, monkeypatch: pytest.MonkeyPatch) -> None:
-    bound = bound_to(within.open())
+def test_tokens_count_among_what_a_client_may_have(
+    in_process: InProcessDaemon, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bound = bound_to(in_process.open())
     assert MAX_SIGNATURE_BYTES > 1 << 20
     monkeypatch.setattr("kvcache.daemon.server.client_session.MAX_SIGNATURE_BYTES", 10 * 32 + 40 * 4 - 1)
     with bound.request(id="much") as r:
         r.match(OLD)
         r.admit()
-        assert asked(within, "much").ids == [], "passed over, and nothing fails"
+        assert asked(in_process, "much").ids == [], "passed over, and nothing fails"
     monkeypatch.setattr("kvcache.daemon.server.client_session.MAX_SIGNATURE_BYTES", 10 * 32 + 40 * 4)
     ask(bound, OLD, "enough")
-    assert asked(within, "enough").ids[0].tolist() == OLD
+    assert asked(in_process, "enough").ids[0].tolist() == OLD

@@ -14,12 +14,12 @@ import pytest
 from kvcache.daemon.server import namespace_registry as of_bindings
 from kvcache.daemon.server.namespace_registry import NamespaceRegistry
 from kvcache.errors import AccessError, ConfigError, LayoutError
-from tests.contract.caches import quiet
-from tests.daemon.house import bound_to, load, store
+from tests.contract.fake_engine import wait_background
+from tests.daemon.daemon_process import bound_to, load, store
+from tests.daemon.in_process_daemon import InProcessDaemon, until
 from tests.daemon.test_tenant import ACME, BETA, came_in, everybody
-from tests.daemon.within import Within, until
 
-Make = Callable[..., Within]
+Make = Callable[..., InProcessDaemon]
 
 
 @pytest.fixture
@@ -33,10 +33,10 @@ def few(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("few")
-def test_a_client_of_many_namespaces_releases_the_oldest(within: Within) -> None:
-    cache, tokens = within.open(), list(range(8))
+def test_a_client_of_many_namespaces_releases_the_oldest(in_process: InProcessDaemon) -> None:
+    cache, tokens = in_process.open(), list(range(8))
     bounds = [bound_to(cache, cache_salt=str(i)) for i in range(20)]
-    (session,) = within.daemon.sessions
+    (session,) = in_process.daemon.sessions
     expected = []
     for i, bound in enumerate(bounds):
         expected.append(store(bound, tokens, i))
@@ -52,33 +52,33 @@ def test_a_client_of_many_namespaces_releases_the_oldest(within: Within) -> None
 
 
 @pytest.mark.usefixtures("few")
-def test_a_tenant_binds_no_more_than_leaves_another_its_share(make_within: Make, tmp_path: Path) -> None:
-    within = make_within(daemon__tenants_file=str(everybody(tmp_path / "t")))
+def test_a_tenant_binds_no_more_than_leaves_another_its_share(make_in_process: Make, tmp_path: Path) -> None:
+    in_process = make_in_process(daemon__tenants_file=str(everybody(tmp_path / "t")))
     share, tokens = 12 // 6, list(range(8))
-    engines = [came_in(within, ACME, tmp_path) for _ in range(3)]
+    engines = [came_in(in_process, ACME, tmp_path) for _ in range(3)]
     bounds, expected = [], []
     for i in range(3 * 6):
         bounds.append(bound_to(engines[i // 6], cache_salt=str(i)))
         expected.append(store(bounds[i], tokens, i))
-        assert within.daemon._namespace_registry._fair_share.used("acme") <= 12 - 2 * share
-    assert within.daemon._namespace_registry._fair_share.used("acme") == 12 - 2 * share
-    beta = came_in(within, BETA, tmp_path)
+        assert in_process.daemon._namespace_registry._fair_share.used("acme") <= 12 - 2 * share
+    assert in_process.daemon._namespace_registry._fair_share.used("acme") == 12 - 2 * share
+    beta = came_in(in_process, BETA, tmp_path)
     for i in range(share):
         other = bound_to(beta, cache_salt=str(i))
         stored = store(other, tokens, 100 + i)
         assert load(other, tokens) == stored
     assert [load(bound, tokens) for bound in bounds] == expected, "whose place another took has it again"
-    assert within.daemon._namespace_registry._fair_share.used("acme") == 12 - 2 * share
-    assert within.daemon._namespace_registry._fair_share.used("beta") == share
+    assert in_process.daemon._namespace_registry._fair_share.used("acme") == 12 - 2 * share
+    assert in_process.daemon._namespace_registry._fair_share.used("beta") == share
 
 
 def test_a_scheduler_and_its_worker_at_their_share_go_on_with_new_namespaces(
-    make_within: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    make_in_process: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Both have all of them bound, and neither gives up any by itself."""
     monkeypatch.setattr(of_bindings, "MAX_BOUND_NAMESPACES", 12)
-    within = make_within(daemon__tenants_file=str(everybody(tmp_path / "t")))
-    scheduler, worker = (came_in(within, ACME, tmp_path, engine="e") for _ in range(2))
+    in_process = make_in_process(daemon__tenants_file=str(everybody(tmp_path / "t")))
+    scheduler, worker = (came_in(in_process, ACME, tmp_path, engine="e") for _ in range(2))
     tokens, expected = list(range(8)), []
     for i in range(30):
         asks, moves = (bound_to(part, cache_salt=str(i)) for part in (scheduler, worker))
@@ -90,25 +90,25 @@ def test_a_scheduler_and_its_worker_at_their_share_go_on_with_new_namespaces(
         assert load(asks, tokens) == expected[i]
     for part in (worker, scheduler):
         assert [load(bound_to(part, cache_salt=str(i)), tokens) for i in range(30)] == expected
-    assert within.daemon._namespace_registry._fair_share.used("acme") <= 12 - 2
+    assert in_process.daemon._namespace_registry._fair_share.used("acme") <= 12 - 2
 
 
 @pytest.mark.usefixtures("few")
-def test_a_tenant_that_may_have_none_is_refused(within: Within) -> None:
-    bindings = NamespaceRegistry(within.cache, lambda: 100)
+def test_a_tenant_that_may_have_none_is_refused(in_process: InProcessDaemon) -> None:
+    bindings = NamespaceRegistry(in_process.cache, lambda: 100)
     for i in range(12):
-        bindings.acquire("first", partial(bound_to, within.cache, cache_salt=str(i)), "session")
+        bindings.acquire("first", partial(bound_to, in_process.cache, cache_salt=str(i)), "session")
     with pytest.raises(ConfigError, match=r"'late' cannot bind a namespace"):
-        bindings.acquire("late", partial(bound_to, within.cache, cache_salt="late"), "session")
+        bindings.acquire("late", partial(bound_to, in_process.cache, cache_salt="late"), "session")
     assert bindings._fair_share.used("first") == 12
-    bindings.acquire("first", partial(bound_to, within.cache, cache_salt="more"), "session")
+    bindings.acquire("first", partial(bound_to, in_process.cache, cache_salt="more"), "session")
     assert bindings._fair_share.used("first") == 12
 
 
 @pytest.mark.usefixtures("few")
-def test_a_client_at_its_tenants_share_goes_on_with_those_it_used_last(make_within: Make, tmp_path: Path) -> None:
-    within = make_within(daemon__tenants_file=str(everybody(tmp_path / "t")))
-    fills, engine = came_in(within, ACME, tmp_path), came_in(within, ACME, tmp_path)
+def test_a_client_at_its_tenants_share_goes_on_with_those_it_used_last(make_in_process: Make, tmp_path: Path) -> None:
+    in_process = make_in_process(daemon__tenants_file=str(everybody(tmp_path / "t")))
+    fills, engine = came_in(in_process, ACME, tmp_path), came_in(in_process, ACME, tmp_path)
     for i in range(6):
         bound_to(fills, cache_salt=f"fills {i}")
     tokens, expected = list(range(8)), []
@@ -116,16 +116,16 @@ def test_a_client_at_its_tenants_share_goes_on_with_those_it_used_last(make_with
     for i, bound in enumerate(bounds):
         expected.append(store(bound, tokens, i))
     assert [load(bound, tokens) for bound in bounds] == expected
-    assert within.daemon._namespace_registry._fair_share.used("acme") <= 12 - 2
-    bound_to(came_in(within, ACME, tmp_path), cache_salt="fills 0")  # another engine has it: it is free
+    assert in_process.daemon._namespace_registry._fair_share.used("acme") <= 12 - 2
+    bound_to(came_in(in_process, ACME, tmp_path), cache_salt="fills 0")  # another engine has it: it is free
 
 
 @pytest.mark.usefixtures("few")
-def test_a_refused_namespace_costs_a_client_none_of_its_others(within: Within) -> None:
-    cache, tokens = within.open(), list(range(8))
+def test_a_refused_namespace_costs_a_client_none_of_its_others(in_process: InProcessDaemon) -> None:
+    cache, tokens = in_process.open(), list(range(8))
     bounds = [bound_to(cache, cache_salt=str(i)) for i in range(8)]
     expected = [store(bound, tokens, i) for i, bound in enumerate(bounds)]
-    connection, (session,) = cache.connection, within.daemon.sessions
+    connection, (session,) = cache.connection, in_process.daemon.sessions
     first = min(connection.bound)
     with pytest.raises(LayoutError):
         connection.call(
@@ -134,7 +134,7 @@ def test_a_refused_namespace_costs_a_client_none_of_its_others(within: Within) -
     assert first in session._bound
     for error in (ConfigError, AccessError):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(within.daemon._namespace_registry, "acquire", partial(refuse, error))
+            patch.setattr(in_process.daemon._namespace_registry, "acquire", partial(refuse, error))
             with pytest.raises(error):
                 bound_to(cache, cache_salt="more")
         assert [load(bound, tokens) for bound in bounds] == expected
@@ -149,8 +149,8 @@ def refuse(error: type[Exception], *_: object) -> NoReturn:
 
 
 @pytest.mark.usefixtures("few")
-def test_a_namespace_that_is_ended_as_it_is_bound_again_stays(within: Within) -> None:
-    cache = within.open()
+def test_a_namespace_that_is_ended_as_it_is_bound_again_stays(in_process: InProcessDaemon) -> None:
+    cache = in_process.open()
     bound = bound_to(cache)
     with cache.connected() as connection:
         number = bound.number(connection)
@@ -161,44 +161,44 @@ def test_a_namespace_that_is_ended_as_it_is_bound_again_stays(within: Within) ->
 
 
 @pytest.mark.usefixtures("few")
-def test_what_no_engine_has_bound_is_forgotten_and_its_records_are_found_again(within: Within) -> None:
+def test_what_no_engine_has_bound_is_forgotten_and_its_records_are_found_again(in_process: InProcessDaemon) -> None:
     tokens, expected = list(range(8)), []
     seen: list[weakref.ref[Any]] = []
     for i in range(14):
-        with within.open() as cache:
+        with in_process.open() as cache:
             bound = bound_to(cache, cache_salt=str(i))
             expected.append(store(bound, tokens, i))
-            seen.append(weakref.ref(next(b for b in within.cache.bounds if b.id == bound.id)))
-        until(lambda: not within.daemon.sessions)
-    assert len(within.cache.bounds) <= 4 + 2
-    quiet(within.cache)
+            seen.append(weakref.ref(next(b for b in in_process.cache.bounds if b.id == bound.id)))
+        until(lambda: not in_process.daemon.sessions)
+    assert len(in_process.cache.bounds) <= 4 + 2
+    wait_background(in_process.cache)
 
     def left() -> int:
         gc.collect()
         return sum(each() is not None for each in seen)
 
     until(lambda: left() <= 4 + 2)  # a thread may still have one in its hand
-    with within.open() as cache:
+    with in_process.open() as cache:
         for i in (0, 13):
             assert load(bound_to(cache, cache_salt=str(i)), tokens) == expected[i]
 
 
 @pytest.mark.usefixtures("few")
-def test_whose_a_record_is_is_known_for_as_long_as_it_is_there(within: Within) -> None:
+def test_whose_a_record_is_is_known_for_as_long_as_it_is_there(in_process: InProcessDaemon) -> None:
     """An engine that binds one namespace after the other escapes neither its quota nor an erasure."""
-    cache = within.cache
+    cache = in_process.cache
     for i in range(12):
-        with within.open() as engine:
+        with in_process.open() as engine:
             store(bound_to(engine, tenant="churns", cache_salt=str(i)), list(range(4)), i)
-        until(lambda: not within.daemon.sessions)
-    quiet(cache)
+        until(lambda: not in_process.daemon.sessions)
+    wait_background(cache)
     assert len(cache.bounds) < 12
     used = cache.cost_classes.used_bytes("host")["churns"]
     assert used == cache.host.usage().records * 12288 > 0
     assert len(cache.erasure.erase(tenant="churns").namespaces) == 12
     assert cache.host.usage().records == 0
     cache.unbind(cache.bounds)
-    quiet(cache)
+    wait_background(cache)
     assert cache._namespace_gc.places == set()
     assert cache.cost_classes._places == {}
     assert cache.erasure._owners == {}
@@ -206,8 +206,8 @@ def test_whose_a_record_is_is_known_for_as_long_as_it_is_there(within: Within) -
     assert cache.check() == []
 
 
-def test_one_binding_of_several_sessions_is_one_and_stays_for_the_last(within: Within) -> None:
-    bindings, made = NamespaceRegistry(within.cache, lambda: 1), bound_to(within.cache)
+def test_one_binding_of_several_sessions_is_one_and_stays_for_the_last(in_process: InProcessDaemon) -> None:
+    bindings, made = NamespaceRegistry(in_process.cache, lambda: 1), bound_to(in_process.cache)
     for session in (1, 2, 3, 3):
         assert bindings.acquire("a", lambda: made, session) is made
     assert bindings._fair_share.used("a") == 1
@@ -222,41 +222,41 @@ def test_one_binding_of_several_sessions_is_one_and_stays_for_the_last(within: W
 
 
 @pytest.mark.usefixtures("few")
-def test_binding_without_end_pushes_out_no_other_tenant(within: Within) -> None:
-    bindings = NamespaceRegistry(within.cache, lambda: 1)
-    quiet_one = bound_to(within.cache, tenant="quiet")
+def test_binding_without_end_pushes_out_no_other_tenant(in_process: InProcessDaemon) -> None:
+    bindings = NamespaceRegistry(in_process.cache, lambda: 1)
+    quiet_one = bound_to(in_process.cache, tenant="quiet")
     bindings.acquire("a", lambda: quiet_one, 1)
     bindings.release("a", quiet_one, 1)
     for i in range(20):
-        bound = bindings.acquire("a", partial(bound_to, within.cache, tenant="churns", cache_salt=str(i)), 2)
+        bound = bindings.acquire("a", partial(bound_to, in_process.cache, tenant="churns", cache_salt=str(i)), 2)
         bindings.release("a", bound, 2)
-    assert quiet_one in within.cache.bounds
-    assert bound in within.cache.bounds
-    assert len(within.cache.bounds) < 4 + 2
+    assert quiet_one in in_process.cache.bounds
+    assert bound in in_process.cache.bounds
+    assert len(in_process.cache.bounds) < 4 + 2
 
 
 @pytest.mark.usefixtures("few")
-def test_what_an_open_request_is_of_stays_bound(within: Within) -> None:
-    cache, tokens = within.open(), list(range(8))
+def test_what_an_open_request_is_of_stays_bound(in_process: InProcessDaemon) -> None:
+    cache, tokens = in_process.open(), list(range(8))
     first = bound_to(cache)
     with first.request() as request:
         assert request.match(tokens).blocks == 0
         for i in range(24):
             bound_to(cache, cache_salt=str(i))
-        (session,) = within.daemon.sessions
+        (session,) = in_process.daemon.sessions
         (mine,) = session._bound_of.values()
         assert mine not in [bound for bound, _ in session._bound.values()]
-        assert len(within.cache.bounds) < 24, "others were released"
-        assert mine in within.cache.bounds
-    until(lambda: mine in within.daemon._namespace_registry._idle)
+        assert len(in_process.cache.bounds) < 24, "others were released"
+        assert mine in in_process.cache.bounds
+    until(lambda: mine in in_process.daemon._namespace_registry._idle)
 
 
 def test_what_is_bound_and_stored_to_while_it_is_looked_stays_its_tenants(
-    within: Within, monkeypatch: pytest.MonkeyPatch
+    in_process: InProcessDaemon, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    cache, index = within.cache, within.cache.index
+    cache, index = in_process.cache, in_process.cache.index
     bound = bound_to(cache, tenant="late")
-    quiet(cache)  # the counting thread looks at the same places
+    wait_background(cache)  # the counting thread looks at the same places
     seen = index.places
 
     def places(tier: str) -> dict[bytes, int]:
@@ -271,7 +271,7 @@ def test_what_is_bound_and_stored_to_while_it_is_looked_stays_its_tenants(
 
     monkeypatch.setattr(index, "places", places)
     cache.unbind([bound])
-    quiet(cache)
-    quiet(cache)
+    wait_background(cache)
+    wait_background(cache)
     assert cache.cost_classes.used_bytes("host")["late"] > 0
     assert bound.id in cache.erasure._owners

@@ -27,10 +27,10 @@ from kvcache.os_env import SystemClock
 from kvcache.settings.sources import load as load_settings
 from kvcache.testing.tier import Clock
 from kvcache.tier.tier import Outcome
-from tests.contract.caches import Engine
-from tests.daemon.house import LAYOUT, bound_to, load
+from tests.contract.fake_engine import Engine
+from tests.daemon.daemon_process import LAYOUT, bound_to, load
+from tests.daemon.in_process_daemon import InProcessDaemon, until
 from tests.daemon.test_tenant import ACME, BETA, ROOT, came_in, everybody
-from tests.daemon.within import Within, until
 
 TOKENS = list(range(16))
 PAGES = [0, 1, 2, 3]
@@ -83,24 +83,24 @@ def begin(bound: Any, tokens: list[int] = TOKENS, seed: int = 1) -> tuple[Any, l
         return r.store(engine.described, engine.ids(PAGES)), [engine.block(i) for i in PAGES]
 
 
-def test_every_flush_waits_for_a_begun_store(within: Within, hold: Hold) -> None:
-    cache, other = within.open(), within.open()
+def test_every_flush_waits_for_a_begun_store(in_process: InProcessDaemon, hold: Hold) -> None:
+    cache, other = in_process.open(), in_process.open()
     go = hold(cache)
     transfer, blocks = begin(bound_to(cache))
     assert not done(other)
-    assert not within.cache.flush(0)
+    assert not in_process.cache.flush(0)
     go.set()
     assert other.flush(60)
-    assert within.cache.flush(60)
+    assert in_process.cache.flush(60)
     assert load(bound_to(other), TOKENS) == blocks
     assert transfer.wait(60)
 
 
 def test_it_is_waited_for_also_where_the_daemon_has_not_read_of_it(
-    within: Within, hold: Hold, monkeypatch: pytest.MonkeyPatch
+    in_process: InProcessDaemon, hold: Hold, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Who asks may come before the client's message has had its turn."""
-    cache, stands, coming = within.open(), threading.Event(), within.daemon._pending_stores
+    cache, stands, coming = in_process.open(), threading.Event(), in_process.daemon._pending_stores
     go, bound = hold(cache), bound_to(cache)
     engine, answers, to_do = Engine(LAYOUT), list[bool](), Queue[Callable[[], None]]()
     asks = threading.Thread(target=lambda: answers.append(coming.wait(0)))
@@ -113,7 +113,7 @@ def test_it_is_waited_for_also_where_the_daemon_has_not_read_of_it(
 
     with bound.request() as r:
         r.match(TOKENS)
-        within.daemon._loop.call_soon_threadsafe(stand)
+        in_process.daemon._loop.call_soon_threadsafe(stand)
         assert stands.wait(60)
         transfer = r.store(engine.described, engine.ids(PAGES))
         with monkeypatch.context() as patch:
@@ -126,24 +126,24 @@ def test_it_is_waited_for_also_where_the_daemon_has_not_read_of_it(
     assert coming.wait(60)
 
 
-def test_a_request_that_is_closed_does_not_lose_what_it_stores(within: Within, hold: Hold) -> None:
-    cache = within.open()
+def test_a_request_that_is_closed_does_not_lose_what_it_stores(in_process: InProcessDaemon, hold: Hold) -> None:
+    cache = in_process.open()
     go, bound = hold(cache), bound_to(cache)
     stores = [begin(bound, [turn, *TOKENS[1:]], turn) for turn in range(5)]
-    assert sum(len(session._requests) for session in within.daemon.sessions) == 5
+    assert sum(len(session._requests) for session in in_process.daemon.sessions) == 5
     go.set()
     for turn, (transfer, blocks) in enumerate(stores):
         assert transfer.wait(60)
         assert transfer.outcomes == (Outcome.DONE,) * 4
         assert load(bound, [turn, *TOKENS[1:]]) == blocks
-    until(lambda: sum(len(session._requests) for session in within.daemon.sessions) == 0)
+    until(lambda: sum(len(session._requests) for session in in_process.daemon.sessions) == 0)
 
 
 @pytest.mark.parametrize("how", ["cancelled", "failed", "hung up"])
 def test_a_store_that_never_comes_delays_no_flush(
-    within: Within, hold: Hold, how: str, monkeypatch: pytest.MonkeyPatch
+    in_process: InProcessDaemon, hold: Hold, how: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    cache, other = within.open(), within.open()
+    cache, other = in_process.open(), in_process.open()
     go = hold(cache)
     transfer, _ = begin(bound_to(cache))
     assert not done(other)
@@ -159,20 +159,22 @@ def test_a_store_that_never_comes_delays_no_flush(
     assert transfer.wait(60)
 
 
-def test_a_tenant_does_not_wait_for_another_s(make_within: Callable[..., Within], tmp_path: Path, hold: Hold) -> None:
-    within = make_within(daemon__tenants_file=str(everybody(tmp_path / "tenants")))
-    acme, beta, root = (came_in(within, token, tmp_path) for token in (ACME, BETA, ROOT))
+def test_a_tenant_does_not_wait_for_another_s(
+    make_in_process: Callable[..., InProcessDaemon], tmp_path: Path, hold: Hold
+) -> None:
+    in_process = make_in_process(daemon__tenants_file=str(everybody(tmp_path / "tenants")))
+    acme, beta, root = (came_in(in_process, token, tmp_path) for token in (ACME, BETA, ROOT))
     go = hold(acme)
     begin(bound_to(acme))
-    assert not done(came_in(within, ACME, tmp_path))
+    assert not done(came_in(in_process, ACME, tmp_path))
     assert beta.flush(60)
     assert not done(root)
     go.set()
     assert root.flush(60)
 
 
-def test_what_one_client_can_keep_others_waiting_with_is_bounded(within: Within) -> None:
-    cache, other = within.open(), within.open()
+def test_what_one_client_can_keep_others_waiting_with_is_bounded(in_process: InProcessDaemon) -> None:
+    cache, other = in_process.open(), in_process.open()
     for number in range(MAX_PENDING_STORES + 10):
         cache.connection.post("storing", store=number)
     assert not done(other)
@@ -184,19 +186,21 @@ def test_what_one_client_can_keep_others_waiting_with_is_bounded(within: Within)
     assert other.flush(60)
 
 
-def test_a_flush_does_not_wait_for_ever_for_a_silent_client(within: Within, monkeypatch: pytest.MonkeyPatch) -> None:
-    cache, other = within.open(), within.open()
+def test_a_flush_does_not_wait_for_ever_for_a_silent_client(
+    in_process: InProcessDaemon, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache, other = in_process.open(), in_process.open()
     cache.connection.post("storing", store=1)
     assert not done(other)
     monkeypatch.setattr("kvcache.daemon.server.client_session.MAX_STORE_S", 0.0)
     assert done(other)
-    assert within.cache.flush(0)
+    assert in_process.cache.flush(0)
 
 
-def test_a_client_that_dies_delays_no_flush(within: Within) -> None:
+def test_a_client_that_dies_delays_no_flush(in_process: InProcessDaemon) -> None:
     program = (
         "import sys, threading, kvcache\n"
-        "from tests.daemon.house import bound_to\n"
+        "from tests.daemon.daemon_process import bound_to\n"
         "from tests.daemon.test_pending_stores import begin\n"
         "cache, stands = kvcache.open(sys.argv[1], patience_s=30.0), threading.Event()\n"
         "for _ in range(2): cache.executor.submit(stands.wait)\n"
@@ -204,15 +208,15 @@ def test_a_client_that_dies_delays_no_flush(within: Within) -> None:
         "print('begun', flush=True)\n"
         "stands.wait()\n"
     )
-    command = [sys.executable, "-c", program, f"unix:{within.path}"]
+    command = [sys.executable, "-c", program, f"unix:{in_process.path}"]
     with subprocess.Popen(command, cwd=ROOT_OF_TESTS, stdout=subprocess.PIPE, text=True) as engine:
         try:
             assert engine.stdout is not None
             assert engine.stdout.readline() == "begun\n"
-            assert not within.cache.flush(0)
+            assert not in_process.cache.flush(0)
         finally:
             engine.kill()
-    assert within.cache.flush(60)
+    assert in_process.cache.flush(60)
 
 
 def test_a_daemon_that_ends_by_an_error_delays_no_flush(tmp_path: Path) -> None:

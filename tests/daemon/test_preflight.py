@@ -15,7 +15,7 @@ from kvcache.daemon.server.service import check_settings
 from kvcache.errors import ConfigError
 from kvcache.machine import memory
 from kvcache.settings.sources import load as load_settings
-from tests.daemon.house import House, bound_to, load, store
+from tests.daemon.daemon_process import DaemonProcess, bound_to, load, store
 from tests.daemon.test_tenant import written
 
 PROMPT = list(range(32))  # eight blocks
@@ -30,17 +30,17 @@ def settings(**given: Any) -> Any:
     return load_settings(None, environ={}, **{"nvme__enabled": False, **given})
 
 
-def test_settings_that_make_no_sense_leave_the_old_one_serving(make_house: Callable[..., House]) -> None:
-    house = make_house().start()
-    with house.open() as cache:
+def test_settings_that_make_no_sense_leave_the_old_one_serving(make_daemon: Callable[..., DaemonProcess]) -> None:
+    daemon = make_daemon().start()
+    with daemon.open() as cache:
         expected = store(bound_to(cache), PROMPT, 1)
-        successor = house.successor(DAEMON__TENANTS_FILE=tenants(house.directory / "tenants", "20MiB"))
+        successor = daemon.successor(DAEMON__TENANTS_FILE=tenants(daemon.directory / "tenants", "20MiB"))
         for word in ("--check-config", "--replace"):
             done = successor.run(word, timeout_s=300)
             assert (done.returncode, "host_guaranteed_bytes of all tenants" in done.stderr) == (2, True), done.stderr
         assert load(bound_to(cache), PROMPT) == expected
-    assert house.process is not None
-    assert house.process.poll() is None
+    assert daemon.process is not None
+    assert daemon.process.poll() is None
 
 
 @pytest.mark.parametrize(

@@ -30,7 +30,7 @@ from kvcache.daemon.protocol import (
 )
 from kvcache.daemon.server.slot_lease import WIRE_OUTCOMES
 from kvcache.errors import KVCacheError, LayoutError
-from tests.contract.caches import FULL, HYBRID
+from tests.contract.fake_engine import FULL, HYBRID
 
 PAGE = (Path(__file__).parents[2] / "docs" / "spec" / "protocol.md").read_text(encoding="utf-8")
 KINDS = {int: "int", str: "str", bytes: "bytes", dict: "dict", list: "list", (int, float): "number"}

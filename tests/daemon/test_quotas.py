@@ -11,12 +11,12 @@ import pytest
 
 from kvcache.block.record import record_bytes
 from kvcache.evict.quotas import UNLIMITED, Quota
-from tests.daemon.house import LAYOUT, House, bound_to, load, store
+from tests.daemon.daemon_process import LAYOUT, DaemonProcess, bound_to, load, store
+from tests.daemon.in_process_daemon import InProcessDaemon
 from tests.daemon.test_tenant import ACME, BETA, came_in, everybody
-from tests.daemon.within import Within
 
 SLOT = record_bytes(LAYOUT.block_bytes())
-Make = Callable[..., Within]
+Make = Callable[..., InProcessDaemon]
 
 
 def limited(path: Path, **tenants: Any) -> str:
@@ -26,11 +26,11 @@ def limited(path: Path, **tenants: Any) -> str:
 @pytest.mark.parametrize("policy", ["lru", "hazard"])
 @pytest.mark.parametrize("share", ["map", "copy"])
 def test_a_greedy_tenant_cannot_push_another_below_its_share(
-    make_within: Make, tmp_path: Path, policy: str, share: str
+    make_in_process: Make, tmp_path: Path, policy: str, share: str
 ) -> None:
     file = limited(tmp_path / "t", acme={"host_guaranteed_bytes": 16 * SLOT, "share": share}, beta={"share": share})
-    within = make_within(daemon__tenants_file=file, evict__policy=policy)  # room for 64 records
-    acme, beta = (bound_to(came_in(within, token, tmp_path)) for token in (ACME, BETA))
+    in_process = make_in_process(daemon__tenants_file=file, evict__policy=policy)  # room for 64 records
+    acme, beta = (bound_to(came_in(in_process, token, tmp_path)) for token in (ACME, BETA))
     mine = [store(acme, list(range(100 * i, 100 * i + 16)), i) for i in range(4)]
     rng = random.Random(1)
     for i in range(60):
@@ -38,29 +38,29 @@ def test_a_greedy_tenant_cannot_push_another_below_its_share(
         store(beta, theirs, 100 + i)
         for _ in range(rng.randrange(3)):  # and uses what it has more than the other does
             load(beta, theirs)
-        held = within.cache.cost_classes.used_bytes("host")
+        held = in_process.cache.cost_classes.used_bytes("host")
         assert held["acme"] >= 16 * SLOT
-    assert within.cache.cost_classes.used_bytes("host")["beta"] > 32 * SLOT, "the rest is anybody's"
+    assert in_process.cache.cost_classes.used_bytes("host")["beta"] > 32 * SLOT, "the rest is anybody's"
     assert [load(acme, list(range(100 * i, 100 * i + 16))) for i in range(4)] == mine
 
 
-def test_a_quota_holds_and_costs_no_other_tenant(make_within: Make, tmp_path: Path) -> None:
-    within = make_within(daemon__tenants_file=limited(tmp_path / "t", beta={"host_quota_bytes": 8 * SLOT}))
-    acme, beta = (bound_to(came_in(within, token, tmp_path)) for token in (ACME, BETA))
+def test_a_quota_holds_and_costs_no_other_tenant(make_in_process: Make, tmp_path: Path) -> None:
+    in_process = make_in_process(daemon__tenants_file=limited(tmp_path / "t", beta={"host_quota_bytes": 8 * SLOT}))
+    acme, beta = (bound_to(came_in(in_process, token, tmp_path)) for token in (ACME, BETA))
     mine = store(acme, list(range(64)), 1)
     for i in range(10):
         store(beta, list(range(1000 * i, 1000 * i + 16)), i)
-        assert within.cache.cost_classes.used_bytes("host").get("beta", 0) <= 8 * SLOT
+        assert in_process.cache.cost_classes.used_bytes("host").get("beta", 0) <= 8 * SLOT
     assert load(acme, list(range(64))) == mine
 
 
-def test_limits_are_read_again_and_go_with_their_tenant(make_within: Make, tmp_path: Path) -> None:
+def test_limits_are_read_again_and_go_with_their_tenant(make_in_process: Make, tmp_path: Path) -> None:
     path = tmp_path / "t"
-    within = make_within(
+    in_process = make_in_process(
         daemon__tenants_file=limited(path, acme={"host_quota_bytes": 5 * SLOT}),
         evict__tenants={"beta": {"host_guaranteed_bytes": SLOT}},
     )
-    quotas, daemon = within.cache.quotas, within.daemon
+    quotas, daemon = in_process.cache.quotas, in_process.daemon
     assert quotas.of("acme", "host") == Quota(5 * SLOT, 0)
     assert quotas.of("beta", "host") == Quota(UNLIMITED, SLOT)
     limited(path, beta={"host_guaranteed_bytes": 2 * SLOT, "host_quota_bytes": "1MiB"})
@@ -72,8 +72,10 @@ def test_limits_are_read_again_and_go_with_their_tenant(make_within: Make, tmp_p
     assert quotas.of("beta", "host") == Quota(1 << 20, 2 * SLOT)
 
 
-def test_more_least_shares_than_there_is_are_refused_at_start(make_house: Callable[..., House], tmp_path: Path) -> None:
+def test_more_least_shares_than_there_is_are_refused_at_start(
+    make_daemon: Callable[..., DaemonProcess], tmp_path: Path
+) -> None:
     file = limited(tmp_path / "t", acme={"host_guaranteed_bytes": "20MiB"}, beta={"host_guaranteed_bytes": "20MiB"})
-    done = make_house(DAEMON__TENANTS_FILE=file).run()
+    done = make_daemon(DAEMON__TENANTS_FILE=file).run()
     assert done.returncode == 2
     assert "host_guaranteed_bytes of all tenants" in done.stderr

@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from kvcache.daemon.server.admission import RateLimit, TokenBucket
 from kvcache.daemon.server.auth import Tenant
 from kvcache.tier.tier import Outcome
-from tests.contract.caches import Engine
-from tests.daemon.house import LAYOUT, bound_to, load, store
+from tests.contract.fake_engine import Engine
+from tests.daemon.daemon_process import LAYOUT, bound_to, load, store
+from tests.daemon.in_process_daemon import InProcessDaemon
 from tests.daemon.test_tenant import ACME, BETA, came_in, everybody
-from tests.daemon.within import Within
 
 
 class Turned:
@@ -117,21 +117,21 @@ class TestMeter:
 
 
 @pytest.fixture
-def limited(make_within: Callable[..., Within], tmp_path: Path) -> Callable[..., Within]:
-    def make(**limits: Any) -> Within:
+def limited(make_in_process: Callable[..., InProcessDaemon], tmp_path: Path) -> Callable[..., InProcessDaemon]:
+    def make(**limits: Any) -> InProcessDaemon:
         path = everybody(tmp_path / "tenants", acme=limits)
-        within = make_within(daemon__tenants_file=str(path))
-        within.daemon.admission._clock = within.clock = Turned()  # type: ignore[attr-defined]  # of a stand-in
-        return within
+        in_process = make_in_process(daemon__tenants_file=str(path))
+        in_process.daemon.admission._clock = in_process.clock = Turned()  # type: ignore[attr-defined]  # of a stand-in
+        return in_process
 
     return make
 
 
 def test_beyond_its_operations_a_tenant_misses_and_others_do_not(
-    limited: Callable[..., Within], tmp_path: Path
+    limited: Callable[..., InProcessDaemon], tmp_path: Path
 ) -> None:
-    within = limited(operations=40)
-    acme, beta = (bound_to(came_in(within, token, tmp_path)) for token in (ACME, BETA))
+    in_process = limited(operations=40)
+    acme, beta = (bound_to(came_in(in_process, token, tmp_path)) for token in (ACME, BETA))
     tokens = list(range(16))
     mine = store(acme, tokens, 1)
     theirs = store(beta, tokens, 2)
@@ -152,28 +152,28 @@ def test_beyond_its_operations_a_tenant_misses_and_others_do_not(
         assert transfer.wait(60)
         assert transfer.outcomes == (Outcome.DROPPED,) * 4
     assert load(beta, tokens) == theirs
-    counted = within.cache.counters
+    counted = in_process.cache.counters
     assert counted.get("load_failures", outcome="quota") == counted.get("drops", reason="quota") == 4
-    assert within.daemon.admission.rate_limits["acme"].refused > 0
-    within.daemon.admission.rate_limits["acme"]._operations._clock.time += 60  # type: ignore[attr-defined]  # of a stand-in
+    assert in_process.daemon.admission.rate_limits["acme"].refused > 0
+    in_process.daemon.admission.rate_limits["acme"]._operations._clock.time += 60  # type: ignore[attr-defined]  # of a stand-in
     assert load(acme, tokens) == mine, "it is let through again"
 
 
-def test_a_flooding_client_is_closed_and_reconnects(limited: Callable[..., Within], tmp_path: Path) -> None:
-    within = limited(operations=4)
-    cache = came_in(within, ACME, tmp_path)
+def test_a_flooding_client_is_closed_and_reconnects(limited: Callable[..., InProcessDaemon], tmp_path: Path) -> None:
+    in_process = limited(operations=4)
+    cache = came_in(in_process, ACME, tmp_path)
     acme = bound_to(cache)
     reasons = set()
     for _ in range(60):
         with acme.request() as r:
             reasons.add(r.match([1, 2, 3, 4]).reason)
     assert reasons == {"cold", "quota", "unreachable"}
-    assert bound_to(came_in(within, BETA, tmp_path)).request().match([1, 2, 3, 4]).reason == "cold"
+    assert bound_to(came_in(in_process, BETA, tmp_path)).request().match([1, 2, 3, 4]).reason == "cold"
 
 
-def test_what_is_said_of_stores_is_no_question(limited: Callable[..., Within], tmp_path: Path) -> None:
-    within = limited(operations=4)
-    cache = came_in(within, ACME, tmp_path)
+def test_what_is_said_of_stores_is_no_question(limited: Callable[..., InProcessDaemon], tmp_path: Path) -> None:
+    in_process = limited(operations=4)
+    cache = came_in(in_process, ACME, tmp_path)
     acme = bound_to(cache)
     for number in range(100):
         cache.connection.post("storing", store=number)
@@ -182,10 +182,10 @@ def test_what_is_said_of_stores_is_no_question(limited: Callable[..., Within], t
         assert r.match([1, 2, 3, 4]).reason == "cold"
         assert r.match([1, 2, 3, 4]).reason == "cold"
         assert r.match([1, 2, 3, 4]).reason == "quota"
-    assert within.daemon.admission.rate_limits["acme"].refused == 1
+    assert in_process.daemon.admission.rate_limits["acme"].refused == 1
 
 
-def test_only_a_refused_operation_counts_as_refused(limited: Callable[..., Within], tmp_path: Path) -> None:
+def test_only_a_refused_operation_counts_as_refused(limited: Callable[..., InProcessDaemon], tmp_path: Path) -> None:
     cache = came_in(limited(operations=4), ACME, tmp_path)
     with bound_to(cache).request() as r:
         reasons = [r.match([1, 2, 3, 4]).reason for _ in range(3)]
@@ -194,18 +194,18 @@ def test_only_a_refused_operation_counts_as_refused(limited: Callable[..., Withi
     assert told["refused"] == 1
 
 
-def test_beyond_its_bandwidth_a_tenant_moves_nothing(limited: Callable[..., Within], tmp_path: Path) -> None:
-    within = limited(bandwidth="64KiB")  # a record takes 12 KiB of the arena
-    acme = bound_to(came_in(within, ACME, tmp_path))
+def test_beyond_its_bandwidth_a_tenant_moves_nothing(limited: Callable[..., InProcessDaemon], tmp_path: Path) -> None:
+    in_process = limited(bandwidth="64KiB")  # a record takes 12 KiB of the arena
+    acme = bound_to(came_in(in_process, ACME, tmp_path))
     tokens = list(range(32))
     mine = store(acme, tokens, 1)
-    assert within.daemon.admission.rate_limits["acme"].moved_bytes == 8 * (12 << 10)
+    assert in_process.daemon.admission.rate_limits["acme"].moved_bytes == 8 * (12 << 10)
     assert load(acme, tokens) == [], "it owes for what it stored"
-    clock = within.daemon.admission._clock
+    clock = in_process.daemon.admission._clock
     clock.time += 1  # type: ignore[attr-defined]  # of a stand-in
     assert load(acme, tokens) == mine
     assert load(acme, tokens) == []
-    told = within.cache.control_handlers["rates"]({})["rates"]["acme"]
+    told = in_process.cache.control_handlers["rates"]({})["rates"]["acme"]
     assert (told["bandwidth"], told["operations"]) == (64 << 10, None)
     assert told["moved_bytes"] == 2 * 8 * (12 << 10)
     assert told["refused"] == 2

@@ -13,9 +13,9 @@ from kvcache.cache.cache import Cache
 from kvcache.daemon.server.report import Report
 from kvcache.errors import ConfigError
 from kvcache.settings.sources import load as load_settings
-from tests.contract.caches import Engine
-from tests.daemon.house import LAYOUT, bound_to, load, store
-from tests.daemon.within import until
+from tests.contract.fake_engine import Engine
+from tests.daemon.daemon_process import LAYOUT, bound_to, load, store
+from tests.daemon.in_process_daemon import until
 
 
 @pytest.fixture

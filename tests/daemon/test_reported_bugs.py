@@ -32,37 +32,37 @@ from kvcache.block.layout import KVLayout
 from kvcache.cache.api import FlushReport, TierFlush
 from kvcache.daemon.protocol import MAX_FLUSH_S
 from kvcache.tier.tier import Outcome
-from tests.contract.caches import HYBRID, Engine, bind
-from tests.daemon.house import LAYOUT, House, bound_to, load, store
-from tests.daemon.within import Within, until
+from tests.contract.fake_engine import HYBRID, Engine, bind
+from tests.daemon.daemon_process import LAYOUT, DaemonProcess, bound_to, load, store
+from tests.daemon.in_process_daemon import InProcessDaemon, until
 
-Make = Callable[..., House]
+Make = Callable[..., DaemonProcess]
 
 
-def test_a_client_that_was_silent_is_known_as_before(within: Within) -> None:
+def test_a_client_that_was_silent_is_known_as_before(in_process: InProcessDaemon) -> None:
     """However much others do meanwhile: nothing of it ends by a timer, so there is none to turn."""
-    cache = within.open()
+    cache = in_process.open()
     bound = bound_to(cache)
     expected = store(bound, list(range(16)), 1)
-    session = within.daemon.sessions[0]
-    busy = bound_to(within.open())
+    session = in_process.daemon.sessions[0]
+    busy = bound_to(in_process.open())
     for turn in range(5):
         store(busy, [turn, *range(15)], turn)
     assert load(bound, list(range(16))) == expected
-    assert within.daemon.sessions[0] is session
+    assert in_process.daemon.sessions[0] is session
 
 
-def test_a_restart_between_two_questions_is_no_fault_of_anybody(make_house: Make) -> None:
-    house = make_house(nvme=True).start()
-    with house.open() as cache:
+def test_a_restart_between_two_questions_is_no_fault_of_anybody(make_daemon: Make) -> None:
+    daemon = make_daemon(nvme=True).start()
+    with daemon.open() as cache:
         bound, engine = bound_to(cache), Engine(LAYOUT)
         expected = store(bound, list(range(16)), 1)
         assert cache.flush(60)
         with bound.request() as r:
             assert r.match(list(range(16))).blocks == 4
             r.admit()
-            house.kill()
-            house.start()
+            daemon.kill()
+            daemon.start()
             assert r.match().blocks == 4, "the new daemon does not know an open request"
             transfer = r.load(4, engine.described, engine.ids([0, 1, 2, 3]))
             assert transfer.wait(60)
@@ -72,14 +72,14 @@ def test_a_restart_between_two_questions_is_no_fault_of_anybody(make_house: Make
         assert len(bound.join("x").signatures) == 4
 
 
-def test_a_daemon_that_hangs_delays_a_client_once(make_house: Make) -> None:
-    house = make_house().start()
-    cache = house.open()
-    assert house.process is not None
+def test_a_daemon_that_hangs_delays_a_client_once(make_daemon: Make) -> None:
+    daemon = make_daemon().start()
+    cache = daemon.open()
+    assert daemon.process is not None
     bound, engine = bound_to(cache), Engine(LAYOUT)
     expected = store(bound, list(range(16)), 1)
     cache.patience_s = cache.deadline_s = cache.connection.patience_s = 0.3
-    os.kill(house.process.pid, signal.SIGSTOP)
+    os.kill(daemon.process.pid, signal.SIGSTOP)
     try:
         with bound.request() as r:
             assert r.match(list(range(16))).reason == "unreachable"
@@ -92,7 +92,7 @@ def test_a_daemon_that_hangs_delays_a_client_once(make_house: Make) -> None:
                 assert transfer.wait(60)
                 assert Outcome.DONE not in transfer.outcomes
     finally:
-        os.kill(house.process.pid, signal.SIGCONT)
+        os.kill(daemon.process.pid, signal.SIGCONT)
     cache.patience_s = cache.deadline_s = 30.0
     assert cache.wait_reachable(60)
     cache.connection.patience_s = 30.0  # it may have been reached before
@@ -100,7 +100,9 @@ def test_a_daemon_that_hangs_delays_a_client_once(make_house: Make) -> None:
     cache.close()
 
 
-def test_a_daemon_answers_a_flush_before_its_client_gives_up(within: Within, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_daemon_answers_a_flush_before_its_client_gives_up(
+    in_process: InProcessDaemon, monkeypatch: pytest.MonkeyPatch
+) -> None:
     asked: list[float | None] = []
 
     def flush(timeout_s: float | None = None, **_: Any) -> FlushReport:
@@ -108,8 +110,8 @@ def test_a_daemon_answers_a_flush_before_its_client_gives_up(within: Within, mon
         late = TierFlush(reached=1, refused=len(asked) % 2, lost=len(asked) % 2, waiting=1)
         return FlushReport({"nvme": late if len(asked) % 4 else TierFlush(reached=1)})
 
-    monkeypatch.setattr(within.cache.tier_manager, "flush", flush)
-    cache = within.open()
+    monkeypatch.setattr(in_process.cache.tier_manager, "flush", flush)
+    cache = in_process.open()
     for given in ({}, {"timeout_s": 1e9}, {"timeout_s": 0.5}):
         assert cache.long_call("flush", None, given)["done"] is False
     assert asked == [MAX_FLUSH_S, MAX_FLUSH_S, 0.5]
@@ -121,9 +123,9 @@ def test_a_daemon_answers_a_flush_before_its_client_gives_up(within: Within, mon
     assert report.tiers == {"nvme": TierFlush(reached=3, refused=1, lost=1)}, "what each answer told once is kept"
 
 
-def test_loads_of_several_requests_are_under_way_together(within: Within) -> None:
+def test_loads_of_several_requests_are_under_way_together(in_process: InProcessDaemon) -> None:
     """One that waits keeps no other: each of them is let in before any is let go."""
-    clients = [within.open(threads=1) for _ in range(8)]
+    clients = [in_process.open(threads=1) for _ in range(8)]
     expected = store(bound_to(clients[0]), list(range(8)), 1)
     gate = threading.Barrier(len(clients), timeout=60)
     found: list[list[bytes]] = []
@@ -152,28 +154,28 @@ def test_loads_of_several_requests_are_under_way_together(within: Within) -> Non
     assert found == [expected] * 8
 
 
-def test_a_hybrid_is_found_as_far_as_every_group_can_be_served(within: Within) -> None:
-    bound, engine = bind(within.open(), HYBRID), Engine(HYBRID)
+def test_a_hybrid_is_found_as_far_as_every_group_can_be_served(in_process: InProcessDaemon) -> None:
+    bound, engine = bind(in_process.open(), HYBRID), Engine(HYBRID)
     engine.fill(1, list(range(6)))
     tokens = list(range(24))
     with bound.request() as r:
         r.match(tokens)
         assert r.store(engine.described, engine.ids(list(range(6)))).wait(60)
         assert r.match().blocks == 6
-        last = within.cache.namespace(HYBRID, model="m", revision="r")
+        last = in_process.cache.namespace(HYBRID, model="m", revision="r")
         with last.request() as inner:
             inner.match(tokens)
             state = inner._chains()[2][5]
-        within.cache.index.discard(state, "host")
-        within.cache.host.unpublish(state)
+        in_process.cache.index.discard(state, "host")
+        in_process.cache.host.unpublish(state)
         assert r.match().blocks == 5
 
 
-def test_a_prompt_larger_than_host_is_kept_in_part_at_once(within: Within) -> None:
+def test_a_prompt_larger_than_host_is_kept_in_part_at_once(in_process: InProcessDaemon) -> None:
     engine = Engine(LAYOUT, pages=200)
     engine.fill(1, list(range(200)))
     tokens = list(range(800))
-    bound = bound_to(within.open())
+    bound = bound_to(in_process.open())
     with bound.request() as r:
         r.match(tokens)
         transfer = r.store(engine.described, engine.ids(list(range(200))))
@@ -183,7 +185,7 @@ def test_a_prompt_larger_than_host_is_kept_in_part_at_once(within: Within) -> No
         assert r.match().blocks == transfer.blocks
 
 
-def test_ranks_agree_on_what_all_of_them_have(within: Within) -> None:
+def test_ranks_agree_on_what_all_of_them_have(in_process: InProcessDaemon) -> None:
     layout = KVLayout.mha(layers=2, kv_heads=4, head_dim=64, dtype="fp32", block_tokens=4)
     ranks = [[layout.shard(heads=(0, 2))], [layout.shard(heads=(2, 4))]]
     from kvcache.transfer.pages import GroupPages
@@ -193,7 +195,7 @@ def test_ranks_agree_on_what_all_of_them_have(within: Within) -> None:
         [GroupPages.from_tensors(layout, m, axes=("kv", "page", "token", "head", "dim"), shard=ranks[i][0])]
         for i, m in enumerate(memory)
     ]
-    processes = [within.open(engine="e") for _ in range(3)]
+    processes = [in_process.open(engine="e") for _ in range(3)]
     scheduler = bind(processes[0], layout, ranks=ranks)
     workers = [bind(processes[i + 1], layout, shards=ranks[i]) for i in (0, 1)]
     tokens = list(range(16))
@@ -203,11 +205,11 @@ def test_ranks_agree_on_what_all_of_them_have(within: Within) -> None:
             with worker.join("1") as mine:
                 assert mine.store(there, [[0, 1, 2, 3]]).wait(60)
         assert r.match().blocks == 4
-        with within.cache.namespace(layout, model="m", revision="r", shards=ranks[1]).request() as inner:
+        with in_process.cache.namespace(layout, model="m", revision="r", shards=ranks[1]).request() as inner:
             inner.match(tokens)
             lost = inner._chains()[0][2]
-        within.cache.index.discard(lost, "host")
-        within.cache.host.unpublish(lost)
+        in_process.cache.index.discard(lost, "host")
+        in_process.cache.host.unpublish(lost)
         assert r.match().blocks == 2, "the first rank has more, which is of no use"
         r.admit()
         before = [m.copy() for m in memory]
@@ -219,4 +221,4 @@ def test_ranks_agree_on_what_all_of_them_have(within: Within) -> None:
                 assert transfer.blocks == 2
             assert (m[:, :, 6:8] == was[:, :, :2]).all()
     processes[0].close()
-    until(lambda: within.held == 0)
+    until(lambda: in_process.held_blocks == 0)

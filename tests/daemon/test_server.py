@@ -20,10 +20,10 @@ from kvcache.daemon.wire import Wire
 from kvcache.errors import ConfigError, StoreError, UnreachableError
 from kvcache.settings.service import MAX_HTTP_CONNECTIONS
 from kvcache.settings.sources import load as load_settings
-from tests.daemon.house import House, bound_to, load, store
-from tests.daemon.within import Within, until
+from tests.daemon.daemon_process import DaemonProcess, bound_to, load, store
+from tests.daemon.in_process_daemon import InProcessDaemon, until
 
-Make = Callable[..., House]
+Make = Callable[..., DaemonProcess]
 
 
 class Tries:
@@ -41,47 +41,49 @@ class Tries:
 
 
 @pytest.fixture(scope="module")
-def standing() -> Iterator[House]:
+def standing() -> Iterator[DaemonProcess]:
     """One that stands through all these tests: what clients do to it must not matter to the next."""
     with TemporaryDirectory(prefix="kv-") as directory:
-        house = House(Path(directory)).start()
-        yield house
-        with house.open() as cache:
+        daemon = DaemonProcess(Path(directory)).start()
+        yield daemon
+        with daemon.open() as cache:
             assert cache.check() == []
-        assert house.end()[0] == 0
+        assert daemon.terminate()[0] == 0
 
 
-def test_what_an_engine_stored_is_there_for_the_next_and_after_a_restart(make_house: Make) -> None:
-    house, tokens = make_house(nvme=True).start(), list(range(40))
-    with house.open() as cache:
+def test_what_an_engine_stored_is_there_for_the_next_and_after_a_restart(make_daemon: Make) -> None:
+    daemon, tokens = make_daemon(nvme=True).start(), list(range(40))
+    with daemon.open() as cache:
         expected = store(bound_to(cache), tokens, 1)
         assert cache.flush(60)
-    with house.open() as cache:
+    with daemon.open() as cache:
         assert load(bound_to(cache), tokens) == expected
         assert cache.check() == []
-    code, said = house.end()
+    code, said = daemon.terminate()
     assert (code, "written first" in said) == (0, True)
-    house.start()
-    with house.open() as cache:
+    daemon.start()
+    with daemon.open() as cache:
         with bound_to(cache).request() as r:
             assert r.match(tokens).by_tier == {"nvme": 10}
         assert load(bound_to(cache), tokens) == expected
 
 
-def test_what_is_queued_is_written_before_it_ends(make_house: Make) -> None:
-    house, tokens = make_house(nvme=True).start(), list(range(200))
-    cache = house.open()
+def test_what_is_queued_is_written_before_it_ends(make_daemon: Make) -> None:
+    daemon, tokens = make_daemon(nvme=True).start(), list(range(200))
+    cache = daemon.open()
     expected = store(bound_to(cache), tokens, 2)
-    assert house.end()[0] == 0
-    house.start()
+    assert daemon.terminate()[0] == 0
+    daemon.start()
     cache.wait_reachable(60)
     assert load(bound_to(cache), tokens) == expected
     cache.close()
 
 
-def test_no_descriptor_left_is_a_daemon_that_does_not_answer(make_house: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    house, tokens = make_house().start(), list(range(40))
-    with house.open() as cache:
+def test_no_descriptor_left_is_a_daemon_that_does_not_answer(
+    make_daemon: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    daemon, tokens = make_daemon().start(), list(range(40))
+    with daemon.open() as cache:
         bound = bound_to(cache)
         store(bound, tokens, 1)
         tries = Tries(cache._connect)
@@ -89,7 +91,7 @@ def test_no_descriptor_left_is_a_daemon_that_does_not_answer(make_house: Make, m
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         with bound.request() as r:
             assert r.match(tokens).blocks == 10
-            house.kill()
+            daemon.kill()
             resource.setrlimit(resource.RLIMIT_NOFILE, (0, hard))
             try:
                 assert r.match(tokens).blocks == 0
@@ -97,17 +99,17 @@ def test_no_descriptor_left_is_a_daemon_that_does_not_answer(make_house: Make, m
             finally:
                 resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
         assert any("Too many open files" in failed for failed in tries.failed)
-        house.start()
+        daemon.start()
         assert cache.wait_reachable(60)
         expected = store(bound, tokens, 2)
         assert load(bound, tokens) == expected
 
 
 def test_whatever_fails_while_a_daemon_is_gone_is_tried_again(
-    make_house: Make, monkeypatch: pytest.MonkeyPatch
+    make_daemon: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    house = make_house().start()
-    with house.open() as cache:
+    daemon = make_daemon().start()
+    with daemon.open() as cache:
         true = cache._connect
         left = ["one", "two", "three"]
 
@@ -122,25 +124,25 @@ def test_whatever_fails_while_a_daemon_is_gone_is_tried_again(
         assert left == []
 
 
-def test_check_config_says_what_would_be_served(make_house: Make) -> None:
-    house = make_house()
-    done = house.run("--check-config")
+def test_check_config_says_what_would_be_served(make_daemon: Make) -> None:
+    daemon = make_daemon()
+    done = daemon.run("--check-config")
     assert (done.returncode, "32 MiB of host memory" in done.stdout) == (0, True)
-    assert not house.socket.exists()
-    house.environ["KVCACHE_HOST__CAPACITY_BYTES"] = "much"
-    done = house.run("--check-config")
+    assert not daemon.socket.exists()
+    daemon.environ["KVCACHE_HOST__CAPACITY_BYTES"] = "much"
+    done = daemon.run("--check-config")
     assert (done.returncode, "host.capacity_bytes" in done.stderr) == (2, True)
 
 
-def test_a_second_one_is_told_where_the_first_one_is(standing: House) -> None:
+def test_a_second_one_is_told_where_the_first_one_is(standing: DaemonProcess) -> None:
     assert standing.process is not None
     done = standing.run()
     assert done.returncode == 2
     assert f"process {standing.process.pid} serves it" in done.stderr
 
 
-def test_a_second_owner_of_a_drive_is_told_the_first_one_s_process_and_socket(make_house: Make) -> None:
-    first, second = make_house(nvme=True), make_house(nvme=True)
+def test_a_second_owner_of_a_drive_is_told_the_first_one_s_process_and_socket(make_daemon: Make) -> None:
+    first, second = make_daemon(nvme=True), make_daemon(nvme=True)
     second.environ["KVCACHE_NVME__PATH"] = first.environ["KVCACHE_NVME__PATH"]
     first.start()
     assert first.process is not None
@@ -150,11 +152,11 @@ def test_a_second_owner_of_a_drive_is_told_the_first_one_s_process_and_socket(ma
     assert not second.socket.exists()
 
 
-def test_what_a_killed_one_left_is_taken_over(house: House) -> None:
-    house.kill()
-    assert house.socket.exists()
-    house.start()
-    with house.open() as cache:
+def test_what_a_killed_one_left_is_taken_over(daemon: DaemonProcess) -> None:
+    daemon.kill()
+    assert daemon.socket.exists()
+    daemon.start()
+    with daemon.open() as cache:
         assert cache.check() == []
 
 
@@ -212,7 +214,7 @@ def test_a_socket_in_a_place_that_will_not_do_is_refused(tmp_path: Path) -> None
         SocketClaim(Path("/tmp", "x" * 120), 0o600)
 
 
-def test_the_owner_alone_may_connect_unless_the_mode_says_more(standing: House, tmp_path: Path) -> None:
+def test_the_owner_alone_may_connect_unless_the_mode_says_more(standing: DaemonProcess, tmp_path: Path) -> None:
     assert standing.socket.stat().st_mode & 0o777 == 0o600
     for mode, others in ((0o600, False), (0o660, True)):
         claim = SocketClaim(tmp_path / f"{mode:o}", mode)
@@ -222,8 +224,8 @@ def test_the_owner_alone_may_connect_unless_the_mode_says_more(standing: House, 
         claim.release()
 
 
-def hello(house: House, **more: Any) -> tuple[Wire, dict[str, Any]]:
-    wire = Wire.connect(str(house.socket), 30)
+def hello(daemon: DaemonProcess, **more: Any) -> tuple[Wire, dict[str, Any]]:
+    wire = Wire.connect(str(daemon.socket), 30)
     wire.send({"op": "hello", "version": PROTOCOL_VERSION, "role": "control", **more})
     return wire, wire.receive(30)[0]
 
@@ -238,7 +240,7 @@ def ended(connection: socket.socket) -> bool:
     return True
 
 
-def test_a_client_of_another_version_is_told_both(standing: House) -> None:
+def test_a_client_of_another_version_is_told_both(standing: DaemonProcess) -> None:
     wire, said = hello(standing, version=99)
     with pytest.raises(UnreachableError, match=r"protocol version 1.*client 99"):
         parse_reply(said)
@@ -256,7 +258,7 @@ def test_a_client_of_another_version_is_told_both(standing: House) -> None:
         pack({"op": "hello", "version": 1, "role": "mover", "session": b"guess"}),
     ],
 )
-def test_garbage_ends_its_own_connection_and_no_other(standing: House, sent: bytes) -> None:
+def test_garbage_ends_its_own_connection_and_no_other(standing: DaemonProcess, sent: bytes) -> None:
     with standing.open() as cache:
         stranger = socket.socket(socket.AF_UNIX)
         stranger.connect(str(standing.socket))
@@ -268,7 +270,7 @@ def test_garbage_ends_its_own_connection_and_no_other(standing: House, sent: byt
         assert "unreachable" not in cache.stats()
 
 
-def test_a_client_that_does_not_read_is_closed(standing: House) -> None:
+def test_a_client_that_does_not_read_is_closed(standing: DaemonProcess) -> None:
     wire, _ = hello(standing)
     wire.connection.settimeout(30)
     question = pack({"op": "stats"}) * 100
@@ -284,7 +286,7 @@ def test_a_client_that_does_not_read_is_closed(standing: House) -> None:
         assert "unreachable" not in cache.stats()
 
 
-def test_a_client_that_stops_within_a_frame_delays_no_other(standing: House) -> None:
+def test_a_client_that_stops_within_a_frame_delays_no_other(standing: DaemonProcess) -> None:
     wire, _ = hello(standing)
     wire.connection.sendall(pack({"op": "stats"})[:5])
     with standing.open() as cache:
@@ -292,15 +294,15 @@ def test_a_client_that_stops_within_a_frame_delays_no_other(standing: House) -> 
     wire.close()
 
 
-def test_more_connections_than_allowed_are_turned_away(make_house: Make) -> None:
-    house = make_house(DAEMON__CONNECTIONS=3).start()
-    wires = [hello(house)[0] for _ in range(3)]
+def test_more_connections_than_allowed_are_turned_away(make_daemon: Make) -> None:
+    daemon = make_daemon(DAEMON__CONNECTIONS=3).start()
+    wires = [hello(daemon)[0] for _ in range(3)]
     with pytest.raises(UnreachableError):
-        house.open()
+        daemon.open()
     wires.pop().close()
     while True:  # until it has seen that one left
         try:
-            house.open().close()
+            daemon.open().close()
             break
         except UnreachableError:
             continue
@@ -308,26 +310,26 @@ def test_more_connections_than_allowed_are_turned_away(make_house: Make) -> None
         wire.close()
 
 
-def test_descriptors_run_out_and_come_back(make_house: Make) -> None:
-    house = make_house(DAEMON__CONNECTIONS=500).start()
-    assert house.process is not None
-    with house.open() as cache:
+def test_descriptors_run_out_and_come_back(make_daemon: Make) -> None:
+    daemon = make_daemon(DAEMON__CONNECTIONS=500).start()
+    assert daemon.process is not None
+    with daemon.open() as cache:
         expected = store(bound_to(cache), list(range(8)), 3)
-        resource.prlimit(house.process.pid, resource.RLIMIT_NOFILE, (40, 40))
+        resource.prlimit(daemon.process.pid, resource.RLIMIT_NOFILE, (40, 40))
         strangers = []
         for _ in range(60):
             stranger = socket.socket(socket.AF_UNIX)
-            stranger.connect(str(house.socket))
+            stranger.connect(str(daemon.socket))
             strangers.append(stranger)
         assert load(bound_to(cache), list(range(8))) == expected, "those who are there are served"
         for stranger in strangers:
             stranger.close()
-        with house.open() as another:
+        with daemon.open() as another:
             assert another.stats()["tiers"]["host"]["records"] == 2
         assert cache.check() == []
 
 
-def test_a_forked_child_does_not_speak_for_its_parent(standing: House) -> None:
+def test_a_forked_child_does_not_speak_for_its_parent(standing: DaemonProcess) -> None:
     cache = standing.open()
     bound = bound_to(cache)
     expected = store(bound, list(range(8)), 4)
@@ -346,7 +348,7 @@ def test_a_forked_child_does_not_speak_for_its_parent(standing: House) -> None:
     cache.close()
 
 
-def test_two_engines_do_not_join_each_other(standing: House) -> None:
+def test_two_engines_do_not_join_each_other(standing: DaemonProcess) -> None:
     with (
         standing.open(engine="a") as a,
         standing.open(engine="a") as rank,
@@ -361,8 +363,8 @@ def test_two_engines_do_not_join_each_other(standing: House) -> None:
             bound_to(a, tenant="other").join("7")
 
 
-def test_a_connection_that_was_in_use_when_the_daemon_was_lost_is_closed(within: Within) -> None:
-    cache = within.open()
+def test_a_connection_that_was_in_use_when_the_daemon_was_lost_is_closed(in_process: InProcessDaemon) -> None:
+    cache = in_process.open()
     with cache.connection.transfer_wire(30) as wire:
         cache.mark_lost(cache.connection, UnreachableError("as if it had been killed"))
     assert wire.connection.fileno() == -1

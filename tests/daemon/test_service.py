@@ -19,8 +19,8 @@ from kvcache.daemon.server.server import new_loop
 from kvcache.daemon.server.service import Service
 from kvcache.errors import ConfigError, StoreError
 from kvcache.settings.sources import load as load_settings
-from tests.daemon.house import bound_to, load, store
-from tests.peer.port import free_port
+from tests.daemon.daemon_process import bound_to, load, store
+from tests.peer.ports import free_port
 
 TOKENS = list(range(8))
 

@@ -8,14 +8,14 @@ from unittest.mock import Mock
 import pytest
 
 from kvcache.tier.tier import Outcome
-from tests.contract.caches import Engine
-from tests.daemon.house import LAYOUT, bound_to
+from tests.contract.fake_engine import Engine
+from tests.daemon.daemon_process import LAYOUT, bound_to
+from tests.daemon.in_process_daemon import InProcessDaemon, until
 from tests.daemon.test_pending_stores import PAGES, TOKENS, begin
-from tests.daemon.within import Within, until
 
 
-def test_a_daemon_that_does_not_know_of_stores_is_not_told(within: Within) -> None:
-    cache = within.open()
+def test_a_daemon_that_does_not_know_of_stores_is_not_told(in_process: InProcessDaemon) -> None:
+    cache = in_process.open()
     cache.connection.accepts_store_notices = False
     tell, said = cache.connection.post, list[str]()
     cache.connection.post = lambda op, **fields: (said.append(op), tell(op, **fields))[1]
@@ -28,9 +28,9 @@ def test_a_daemon_that_does_not_know_of_stores_is_not_told(within: Within) -> No
 
 @pytest.mark.parametrize("why", ["the daemon is gone", "another thread asks", "the daemon reads nothing"])
 def test_an_engine_s_thread_neither_waits_nor_reaches_for_a_daemon_that_is_to_hear_of_its_store(
-    within: Within, why: str, monkeypatch: pytest.MonkeyPatch
+    in_process: InProcessDaemon, why: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    cache, go, stands = within.open(), threading.Event(), threading.Event()
+    cache, go, stands = in_process.open(), threading.Event(), threading.Event()
     bound, engine, reached, stood = bound_to(cache), Engine(LAYOUT), list[threading.Thread](), list[bool]()
     connect, connection = cache._connect, cache.connection
     monkeypatch.setattr(cache, "_connect", lambda: (reached.append(threading.current_thread()), connect())[1])
@@ -47,13 +47,15 @@ def test_an_engine_s_thread_neither_waits_nor_reaches_for_a_daemon_that_is_to_he
         r.match(TOKENS)
         asks = threading.Thread(target=ask)
         if why == "the daemon is gone":
-            within.daemon._loop.call_soon_threadsafe(lambda: [peer.close() for peer in list(within.daemon._peers)])
+            in_process.daemon._loop.call_soon_threadsafe(
+                lambda: [peer.close() for peer in list(in_process.daemon._peers)]
+            )
             until(lambda: cache.connection.wire.hung_up)
         elif why == "another thread asks":
             asks.start()
             assert stands.wait(60)
         else:
-            within.daemon._loop.call_soon_threadsafe(stand)
+            in_process.daemon._loop.call_soon_threadsafe(stand)
             assert stands.wait(60)
             while cache.connection.wire.writable(0):
                 cache.connection.post("stored", store=1 << 40)
@@ -65,14 +67,14 @@ def test_an_engine_s_thread_neither_waits_nor_reaches_for_a_daemon_that_is_to_he
         assert store.wait(60)
     if asks.ident:
         asks.join(60)
-    until(lambda: sum(len(session._stores) for session in within.daemon.sessions) == 0)
+    until(lambda: sum(len(session._stores) for session in in_process.daemon.sessions) == 0)
 
 
 @pytest.mark.parametrize("why", ["closing", "no thread"])
 def test_a_store_that_cannot_begin_fails_without_a_wait(
-    within: Within, why: str, monkeypatch: pytest.MonkeyPatch
+    in_process: InProcessDaemon, why: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    cache, other = within.open(), within.open()
+    cache, other = in_process.open(), in_process.open()
     bound, engine = bound_to(cache), Engine(LAYOUT)
     if why == "closing":  # as another thread is within `close`
         cache.executor.close()
@@ -86,4 +88,4 @@ def test_a_store_that_cannot_begin_fails_without_a_wait(
     assert store.outcomes == load.outcomes == (Outcome.FAILED,) * 4
     assert cache.flush(60)
     assert other.flush(60)
-    until(lambda: sum(len(session._requests) for session in within.daemon.sessions) == 0)
+    until(lambda: sum(len(session._requests) for session in in_process.daemon.sessions) == 0)

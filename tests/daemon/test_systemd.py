@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from kvcache.daemon.server.systemd import DESCRIPTOR_NAME_PREFIX, notify, take_descriptors
-from tests.daemon.house import House, bound_to, load, store
+from tests.daemon.daemon_process import DaemonProcess, bound_to, load, store
 
 PROMPT = list(range(32))
 ROOT = Path(__file__).parents[2]
@@ -65,16 +65,16 @@ class Systemd:
         for descriptor in self.kept.pop(name, []):
             os.close(descriptor)
 
-    def start(self, house: House) -> House:
+    def start(self, daemon: DaemonProcess) -> DaemonProcess:
         """With what is kept, in an order of its own."""
         names = sorted(self.kept, reverse=True)
         given = [str(self.kept[name][0]) for name in names]
-        house.environ["LISTEN_FDNAMES"] = ":".join(names)
-        house.before = [sys.executable, "-c", PASS, ",".join(given)]
-        house.descriptors = [descriptor for name in names for descriptor in self.kept[name]]
-        house.start()
+        daemon.environ["LISTEN_FDNAMES"] = ":".join(names)
+        daemon.wrapper = [sys.executable, "-c", PASS, ",".join(given)]
+        daemon.descriptors = [descriptor for name in names for descriptor in self.kept[name]]
+        daemon.start()
         self.hear(until="READY=1")
-        return house
+        return daemon
 
 
 @pytest.fixture
@@ -87,15 +87,15 @@ def systemd(tmp_path: Path) -> Iterator[Systemd]:
 
 
 @pytest.fixture
-def unit(make_house: Callable[..., House], systemd: Systemd) -> House:
-    house = make_house(nvme=False)
-    house.environ |= {"NOTIFY_SOCKET": str(systemd.path), "FDSTORE": "64"}
-    return house
+def unit(make_daemon: Callable[..., DaemonProcess], systemd: Systemd) -> DaemonProcess:
+    daemon = make_daemon(nvme=False)
+    daemon.environ |= {"NOTIFY_SOCKET": str(systemd.path), "FDSTORE": "64"}
+    return daemon
 
 
-def again(house: House) -> House:
+def again(daemon: DaemonProcess) -> DaemonProcess:
     """The same unit's next process."""
-    return house.successor()
+    return daemon.successor()
 
 
 def tiers(cache: Any) -> dict[str, int]:
@@ -103,12 +103,12 @@ def tiers(cache: Any) -> dict[str, int]:
         return dict(r.match(PROMPT).by_tier)
 
 
-def test_a_restart_keeps_what_is_in_host_memory(unit: House, systemd: Systemd) -> None:
+def test_a_restart_keeps_what_is_in_host_memory(unit: DaemonProcess, systemd: Systemd) -> None:
     systemd.start(unit)
     with unit.open() as cache:
         expected = store(bound_to(cache), PROMPT, 1)
     for _ in range(2):
-        assert unit.end()[0] == 0
+        assert unit.terminate()[0] == 0
         systemd.hear()
         assert "STOPPING=1" in systemd.said
         assert sorted(systemd.kept) == [f"{DESCRIPTOR_NAME_PREFIX}0", f"{DESCRIPTOR_NAME_PREFIX}1"]
@@ -121,12 +121,12 @@ def test_a_restart_keeps_what_is_in_host_memory(unit: House, systemd: Systemd) -
             assert cache.check() == []
 
 
-def test_what_was_taken_once_is_not_taken_twice(unit: House, systemd: Systemd) -> None:
+def test_what_was_taken_once_is_not_taken_twice(unit: DaemonProcess, systemd: Systemd) -> None:
     """A process that was killed may have written anything over what the table tells of."""
     systemd.start(unit)
     with unit.open() as cache:
         store(bound_to(cache), PROMPT, 1)
-    assert unit.end()[0] == 0
+    assert unit.terminate()[0] == 0
     systemd.hear()
     left = {
         name: [os.dup(descriptor) for descriptor in take_descriptors] for name, take_descriptors in systemd.kept.items()
@@ -141,7 +141,7 @@ def test_what_was_taken_once_is_not_taken_twice(unit: House, systemd: Systemd) -
         assert load(bound_to(cache), PROMPT) == expected
 
 
-def test_a_killed_process_keeps_nothing(unit: House, systemd: Systemd) -> None:
+def test_a_killed_process_keeps_nothing(unit: DaemonProcess, systemd: Systemd) -> None:
     systemd.start(unit)
     with unit.open() as cache:
         store(bound_to(cache), PROMPT, 1)
@@ -151,12 +151,12 @@ def test_a_killed_process_keeps_nothing(unit: House, systemd: Systemd) -> None:
 
 
 @pytest.mark.parametrize("room", ["", "0", "many"])
-def test_nothing_is_kept_where_there_is_no_room(unit: House, systemd: Systemd, room: str) -> None:
+def test_nothing_is_kept_where_there_is_no_room(unit: DaemonProcess, systemd: Systemd, room: str) -> None:
     unit.environ["FDSTORE"] = room
     systemd.start(unit)
     with unit.open() as cache:
         store(bound_to(cache), PROMPT, 1)
-    assert unit.end()[0] == 0
+    assert unit.terminate()[0] == 0
     systemd.hear()
     assert systemd.kept == {}
 
@@ -181,7 +181,7 @@ def test_the_unit_under_a_real_systemd() -> None:
         pytest.skip("no namespaces can be made here")
     environ = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(
-        [*words, sys.executable, "-m", "tests.daemon.unit"],
+        [*words, sys.executable, "-m", "tests.daemon.systemd_unit"],
         capture_output=True,
         text=True,
         cwd=ROOT,

@@ -23,14 +23,14 @@ from kvcache.errors import AccessError, ConfigError, StoreError, UnreachableErro
 from kvcache.os_env import SystemClock
 from kvcache.settings.sources import load as load_settings
 from kvcache.tier.tier import Outcome
-from tests.contract.caches import Engine
-from tests.daemon.authority import Authority
-from tests.daemon.house import LAYOUT, House, bound_to, load, store
+from tests.contract.fake_engine import Engine
+from tests.daemon.certificate_authority import Authority
+from tests.daemon.daemon_process import LAYOUT, DaemonProcess, bound_to, load, store
+from tests.daemon.in_process_daemon import PATIENT, InProcessDaemon, until
 from tests.daemon.test_tenant import ACME, BETA, everybody, written
-from tests.daemon.within import PATIENT, Within, until
-from tests.peer.port import free_port
+from tests.peer.ports import free_port
 
-Make = Callable[..., Within]
+Make = Callable[..., InProcessDaemon]
 
 
 @pytest.fixture
@@ -39,23 +39,23 @@ def authority(tmp_path: Path) -> Authority:
 
 
 @pytest.fixture
-def secure(make_within: Make, authority: Authority, tmp_path: Path) -> Make:
+def secure(make_in_process: Make, authority: Authority, tmp_path: Path) -> Make:
     """Daemons that listen with TLS."""
     certificate = authority.sign("daemon", "127.0.0.1", "kv.example")
 
-    def make(**more: Any) -> Within:
-        return make_within(daemon__listen="127.0.0.1:0", daemon__tls_cert_file=str(certificate), **more)
+    def make(**more: Any) -> InProcessDaemon:
+        return make_in_process(daemon__listen="127.0.0.1:0", daemon__tls_cert_file=str(certificate), **more)
 
     return make
 
 
-def reach(within: Within, authority: Authority, token: str = "", **more: Any) -> Any:
+def reach(in_process: InProcessDaemon, authority: Authority, token: str = "", **more: Any) -> Any:
     if token:
         file = authority.directory / f"token-{token_hash(token)[7:15]}"
         file.write_text(token)
         more["token_file"] = str(file)
-    made = kvcache.open(str(within.port), **{"ca_file": str(authority.file), **PATIENT, **more})
-    within.undo.callback(made.close)
+    made = kvcache.open(str(in_process.port), **{"ca_file": str(authority.file), **PATIENT, **more})
+    in_process.cleanup.callback(made.close)
     return made
 
 
@@ -119,69 +119,69 @@ class TestStart:
         with pytest.raises(ConfigError, match="HOST:PORT"):
             parse_host_port(where, "s")
 
-    def test_the_command_refuses_too(self, make_house: Callable[..., House]) -> None:
-        house = make_house(DAEMON__LISTEN="127.0.0.1:0")
+    def test_the_command_refuses_too(self, make_daemon: Callable[..., DaemonProcess]) -> None:
+        daemon = make_daemon(DAEMON__LISTEN="127.0.0.1:0")
         for words in ((), ("--check-config",)):
-            done = house.run(*words)
+            done = daemon.run(*words)
             assert done.returncode == 2
             assert "without TLS" in done.stderr
-        done = house.run("--insecure-loopback", "--check-config")
+        done = daemon.run("--insecure-loopback", "--check-config")
         assert "tcp://127.0.0.1:" in done.stdout
         assert done.returncode == 0
 
-    def test_a_port_that_is_taken_is_said(self, make_house: Callable[..., House]) -> None:
+    def test_a_port_that_is_taken_is_said(self, make_daemon: Callable[..., DaemonProcess]) -> None:
         with socket.create_server(("127.0.0.1", 0)) as other:
-            house = make_house(DAEMON__LISTEN=f"127.0.0.1:{other.getsockname()[1]}")
-            done = house.run("--insecure-loopback")
+            daemon = make_daemon(DAEMON__LISTEN=f"127.0.0.1:{other.getsockname()[1]}")
+            done = daemon.run("--insecure-loopback")
         assert done.returncode == 2
         assert "daemon.listen" in done.stderr
-        assert not house.socket.exists()
+        assert not daemon.socket.exists()
 
 
 class TestDoor:
     def test_a_token_lets_in_its_tenant(self, secure: Make, authority: Authority, tmp_path: Path) -> None:
-        within = secure(daemon__tenants_file=str(everybody(tmp_path / "t")))
-        acme, beta = (bound_to(reach(within, authority, token)) for token in (ACME, BETA))
+        in_process = secure(daemon__tenants_file=str(everybody(tmp_path / "t")))
+        acme, beta = (bound_to(reach(in_process, authority, token)) for token in (ACME, BETA))
         tokens = list(range(32))
         mine = store(acme, tokens, 1)
         assert load(acme, tokens) == mine
         assert load(beta, tokens) == []
-        assert load(bound_to(reach(within, authority, ACME)), tokens) == mine
+        assert load(bound_to(reach(in_process, authority, ACME)), tokens) == mine
         with pytest.raises(AccessError, match="token"):
-            reach(within, authority, f"{ACME}y")
+            reach(in_process, authority, f"{ACME}y")
         with pytest.raises(AccessError, match="KVCACHE_TOKEN"):
-            reach(within, authority)
+            reach(in_process, authority)
 
     def test_a_certificate_lets_in_its_tenant(self, secure: Make, authority: Authority, tmp_path: Path) -> None:
         path = written(tmp_path / "t", acme={"certificates": ["acme.example"]}, beta={"certificates": ["b"]})
-        within = secure(daemon__tenants_file=str(path), daemon__tls_client_ca_file=str(authority.file))
+        in_process = secure(daemon__tenants_file=str(path), daemon__tls_client_ca_file=str(authority.file))
         shown = {name: str(authority.sign(*name)) for name in (("x", "acme.example"), ("b",), ("c",))}
         for name, tenant in ((("x", "acme.example"), "acme"), (("b",), "beta")):
-            assert bound_to(reach(within, authority, cert_file=shown[name])).namespace.tenant == tenant
+            assert bound_to(reach(in_process, authority, cert_file=shown[name])).namespace.tenant == tenant
         with pytest.raises(AccessError, match="certificate"):
-            reach(within, authority, cert_file=shown["c",])
+            reach(in_process, authority, cert_file=shown["c",])
         (tmp_path / "other").mkdir()
         forged = Authority(tmp_path / "other").sign("x", "acme.example")
         for more in ({"cert_file": str(forged)}, {}):
             with pytest.raises(UnreachableError):
-                reach(within, authority, **more)
+                reach(in_process, authority, **more)
 
     def test_whom_the_authority_signed_is_an_operator_where_there_are_no_tenants(
         self, secure: Make, authority: Authority
     ) -> None:
-        within = secure(daemon__tls_client_ca_file=str(authority.file))
-        cache = reach(within, authority, cert_file=str(authority.sign("ops")))
+        in_process = secure(daemon__tls_client_ca_file=str(authority.file))
+        cache = reach(in_process, authority, cert_file=str(authority.sign("ops")))
         assert bound_to(cache, tenant="any").namespace.tenant == "any"
 
     def test_a_daemon_that_is_not_trusted_is_not_spoken_to(
         self, secure: Make, authority: Authority, tmp_path: Path
     ) -> None:
-        within = secure(daemon__tenants_file=str(everybody(tmp_path / "t")))
+        in_process = secure(daemon__tenants_file=str(everybody(tmp_path / "t")))
         with pytest.raises(AccessError, match="not trusted"):
-            kvcache.open(str(within.port))
+            kvcache.open(str(in_process.port))
         with pytest.raises(AccessError, match="not trusted"):
-            reach(within, authority, ACME, server_name="other.example")
-        assert reach(within, authority, ACME, server_name="kv.example").flush(30)
+            reach(in_process, authority, ACME, server_name="other.example")
+        assert reach(in_process, authority, ACME, server_name="kv.example").flush(30)
 
     def test_without_tls_only_on_this_host(self) -> None:
         with pytest.raises(ConfigError, match="tls://"):
@@ -196,24 +196,24 @@ class TestDoor:
             kvcache.open(f"tcp://127.0.0.1:{free_port()}")
 
     def test_a_client_without_tls_is_hung_up_on(self, secure: Make, authority: Authority, tmp_path: Path) -> None:
-        within = secure(daemon__tenants_file=str(everybody(tmp_path / "t")))
+        in_process = secure(daemon__tenants_file=str(everybody(tmp_path / "t")))
         for said in (
             pack({"op": "hello", "version": PROTOCOL_VERSION, "role": "control"}),
             b"GET / HTTP/1.1\r\n\r\n",
             b"\x16\3\1",
         ):
-            with socket.create_connection(("127.0.0.1", within.port.number), 30) as raw, suppress(ConnectionError):
+            with socket.create_connection(("127.0.0.1", in_process.port.number), 30) as raw, suppress(ConnectionError):
                 raw.sendall(said)
                 with suppress(OSError):  # it may have hung up already
                     raw.shutdown(socket.SHUT_WR)
                 while raw.recv(4096):
                     pass
-        assert reach(within, authority, ACME).flush(30)
+        assert reach(in_process, authority, ACME).flush(30)
 
     def test_a_stranger_s_hello_is_short(self, secure: Make, authority: Authority, tmp_path: Path) -> None:
-        within = secure(daemon__tenants_file=str(everybody(tmp_path / "t")))
+        in_process = secure(daemon__tenants_file=str(everybody(tmp_path / "t")))
         context = ssl.create_default_context(cafile=str(authority.file))
-        raw = socket.create_connection(("127.0.0.1", within.port.number), 30)
+        raw = socket.create_connection(("127.0.0.1", in_process.port.number), 30)
         wire = Wire(context.wrap_socket(raw, server_hostname="127.0.0.1"), accepts_descriptors=False)
         wire.send_bytes([(1 << 20).to_bytes(4, "little")])
         message, _ = wire.receive(30)
@@ -222,9 +222,9 @@ class TestDoor:
 
 
 class TestBytes:
-    def test_what_does_not_fit_one_batch_comes_whole(self, loopback: Within) -> None:
+    def test_what_does_not_fit_one_batch_comes_whole(self, tcp_daemon: InProcessDaemon) -> None:
         """More than a window, over several connections at once."""
-        cache = loopback.reach(threads=3)
+        cache = tcp_daemon.open_tcp(threads=3)
         tokens = [list(range(100 * i, 100 * i + 64)) for i in range(3)]
         bound = bound_to(cache)
         stored = [store(bound, each, i) for i, each in enumerate(tokens)]
@@ -241,12 +241,12 @@ class TestBytes:
     @pytest.mark.parametrize("at_once", [1, 3, 8])
     @pytest.mark.parametrize("bad", [0, 3, 7])
     def test_a_byte_that_changed_on_the_way_is_a_miss(
-        self, loopback: Within, monkeypatch: pytest.MonkeyPatch, bad: int, at_once: int
+        self, tcp_daemon: InProcessDaemon, monkeypatch: pytest.MonkeyPatch, bad: int, at_once: int
     ) -> None:
         """Wherever in a message it is, what is called done is in its page, and no other page was written."""
         from kvcache.daemon.server import slot_lease as streamer
 
-        cache = loopback.reach()
+        cache = tcp_daemon.open_tcp()
         bound, tokens = bound_to(cache), list(range(32))
         stored = store(bound, tokens, 1)
         true = streamer.SocketTransport._rows
@@ -274,11 +274,11 @@ class TestBytes:
         assert load(bound, tokens) == stored, "the connection goes on"
 
     def test_what_arrives_other_than_it_was_sent_is_not_kept(
-        self, loopback: Within, monkeypatch: pytest.MonkeyPatch
+        self, tcp_daemon: InProcessDaemon, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         from kvcache.daemon.client import transfer as carrier
 
-        cache = loopback.reach()
+        cache = tcp_daemon.open_tcp()
         bound, tokens, engine = bound_to(cache), list(range(32)), Engine(LAYOUT)
         monkeypatch.setattr(carrier.PayloadBatch, "packed_sums", lambda self: bytes(8 * len(self.payloads)))
         with bound.request() as r:
@@ -312,9 +312,9 @@ class TestBytes:
             parse_payload_rows(np.zeros(4096, PAYLOAD_DTYPE).tobytes(), blocks=2, sizes=[0])
 
 
-def test_a_client_that_is_gone_leaves_nothing(loopback: Within) -> None:
+def test_a_client_that_is_gone_leaves_nothing(tcp_daemon: InProcessDaemon) -> None:
     """It hangs up in the middle of a store: its slots are free again."""
-    cache = loopback.reach()
+    cache = tcp_daemon.open_tcp()
     bound = bound_to(cache)
     with bound.request() as r:
         r.match(list(range(32)))
@@ -327,22 +327,22 @@ def test_a_client_that_is_gone_leaves_nothing(loopback: Within) -> None:
             wire.send({"taken": True, "sums": bytes(64)}, timeout_s=30)
             wire.send_bytes([b"half"], timeout_s=30)
             raise ConnectionAbortedError
-        until(lambda: loopback.lost == 0)
+        until(lambda: tcp_daemon.leaked_slots == 0)
         assert r.match().blocks == 0
     assert load(bound, list(range(32))) == []
 
 
-def test_a_port_that_was_given_up_is_free(make_house: Callable[..., House]) -> None:
-    house = make_house(DAEMON__LISTEN=f"127.0.0.1:{free_port()}")
+def test_a_port_that_was_given_up_is_free(make_daemon: Callable[..., DaemonProcess]) -> None:
+    daemon = make_daemon(DAEMON__LISTEN=f"127.0.0.1:{free_port()}")
     for _ in range(2):
-        house.start("--insecure-loopback")
-        with kvcache.open(f"tcp://{house.environ['KVCACHE_DAEMON__LISTEN']}", **PATIENT) as cache:
+        daemon.start("--insecure-loopback")
+        with kvcache.open(f"tcp://{daemon.environ['KVCACHE_DAEMON__LISTEN']}", **PATIENT) as cache:
             assert len(store(bound_to(cache), list(range(16)), 1)) == 4
-        assert house.end()[0] == 0
+        assert daemon.terminate()[0] == 0
 
 
-def test_two_cannot_have_one_port(make_within: Make) -> None:
-    first = make_within(daemon__listen="127.0.0.1:0", insecure=True)
+def test_two_cannot_have_one_port(make_in_process: Make) -> None:
+    first = make_in_process(daemon__listen="127.0.0.1:0", insecure=True)
     settings = first.cache.settings.daemon.model_copy(update={"listen": f"127.0.0.1:{first.port.number}"})
     second = TcpListener(settings, Admission("", SystemClock()), insecure=True)
     with pytest.raises(StoreError, match="in use"):
@@ -352,9 +352,9 @@ def test_two_cannot_have_one_port(make_within: Make) -> None:
 
 def test_a_closed_client_is_sent_nothing_in_the_clear(secure: Make, authority: Authority, tmp_path: Path) -> None:
     """A thread that sends meanwhile must meet the end of the connection, not the socket below TLS."""
-    within = secure(daemon__tenants_file=str(everybody(tmp_path / "t")))
+    in_process = secure(daemon__tenants_file=str(everybody(tmp_path / "t")))
     context = ssl.create_default_context(cafile=str(authority.file))
-    raw = socket.create_connection(("127.0.0.1", within.port.number), 30)
+    raw = socket.create_connection(("127.0.0.1", in_process.port.number), 30)
     with context.wrap_socket(raw, server_hostname="127.0.0.1") as connection:
         hang_up(connection)
         assert connection.version() is not None, "it has forgotten that it speaks TLS"

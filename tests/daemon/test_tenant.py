@@ -20,9 +20,9 @@ from kvcache.daemon.server.control import pin
 from kvcache.daemon.server.report import Report
 from kvcache.errors import AccessError, ConfigError
 from kvcache.index.block_run import BlockRun
-from tests.contract.caches import Engine
-from tests.daemon.house import LAYOUT, bound_to, load, store
-from tests.daemon.within import Within
+from tests.contract.fake_engine import Engine
+from tests.daemon.daemon_process import LAYOUT, bound_to, load, store
+from tests.daemon.in_process_daemon import InProcessDaemon
 
 ACME, BETA, ROOT = (f"{BEARER_PREFIX}{name}-{'x' * 32}" for name in ("acme", "beta", "root"))
 
@@ -43,15 +43,15 @@ def everybody(path: Path, **more: dict[str, Any]) -> Path:
 
 
 @pytest.fixture
-def shared(make_within: Callable[..., Within], tmp_path: Path) -> Within:
-    return make_within(daemon__tenants_file=str(everybody(tmp_path / "tenants")))
+def shared(make_in_process: Callable[..., InProcessDaemon], tmp_path: Path) -> InProcessDaemon:
+    return make_in_process(daemon__tenants_file=str(everybody(tmp_path / "tenants")))
 
 
-def came_in(within: Within, token: str, tmp_path: Path, **more: Any) -> Any:
+def came_in(in_process: InProcessDaemon, token: str, tmp_path: Path, **more: Any) -> Any:
     """A client that shows this token."""
     file = tmp_path / f"token-{token_hash(token)[7:15]}"
     file.write_text(f"{token}\n")
-    return within.open(token_file=str(file), **more)
+    return in_process.open(token_file=str(file), **more)
 
 
 class TestFile:
@@ -117,7 +117,7 @@ class TestFile:
 
 
 class TestDoor:
-    def test_a_token_names_the_tenant(self, shared: Within, tmp_path: Path) -> None:
+    def test_a_token_names_the_tenant(self, shared: InProcessDaemon, tmp_path: Path) -> None:
         acme = came_in(shared, ACME, tmp_path)
         assert bound_to(acme).namespace.tenant == bound_to(acme, tenant="acme").namespace.tenant == "acme"
         assert bound_to(acme).id == bound_to(acme, tenant="acme").id
@@ -126,7 +126,7 @@ class TestDoor:
         assert bound_to(came_in(shared, ROOT, tmp_path), tenant="beta").namespace.tenant == "beta"
 
     def test_without_a_known_one_no_client_is_admitted(
-        self, shared: Within, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+        self, shared: InProcessDaemon, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         with pytest.raises(AccessError, match="user"):
             shared.open()
@@ -141,14 +141,14 @@ class TestDoor:
         assert bound_to(shared.open()).namespace.tenant == "beta"
 
     def test_a_user_of_this_host_is_known_by_the_kernel(
-        self, make_within: Callable[..., Within], tmp_path: Path
+        self, make_in_process: Callable[..., InProcessDaemon], tmp_path: Path
     ) -> None:
         path = written(tmp_path / "t", mine={"users": [os.getuid()]}, other={"users": [os.getuid() + 1]})
-        assert bound_to(make_within(daemon__tenants_file=str(path)).open()).namespace.tenant == "mine"
+        assert bound_to(make_in_process(daemon__tenants_file=str(path)).open()).namespace.tenant == "mine"
 
 
 class TestApart:
-    def test_each_finds_its_own_and_nothing_else(self, shared: Within, tmp_path: Path) -> None:
+    def test_each_finds_its_own_and_nothing_else(self, shared: InProcessDaemon, tmp_path: Path) -> None:
         acme, beta, root = (bound_to(came_in(shared, t, tmp_path)) for t in (ACME, BETA, ROOT))
         tokens = list(range(16))
         mine = store(acme, tokens, 1)
@@ -159,7 +159,9 @@ class TestApart:
         assert load(root, tokens) == [], "an operator's own namespace is another one"
         assert load(bound_to(came_in(shared, ROOT, tmp_path), tenant="acme"), tokens) == mine
 
-    def test_what_a_client_says_of_its_blocks_names_nothing_of_another_s(self, shared: Within, tmp_path: Path) -> None:
+    def test_what_a_client_says_of_its_blocks_names_nothing_of_another_s(
+        self, shared: InProcessDaemon, tmp_path: Path
+    ) -> None:
         """A client that knows all of another tenant's namespace, and gives that one's very signatures as its own: it
         neither finds the blocks, nor sees that there are any by not being able to store its own."""
         acme, beta = (bound_to(came_in(shared, token, tmp_path)) for token in (ACME, BETA))
@@ -185,7 +187,7 @@ class TestApart:
         assert load(acme, tokens) == mine
 
     def test_no_index_is_asked_before_the_key_is_the_caller_s(
-        self, shared: Within, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+        self, shared: InProcessDaemon, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         seen: list[bytes] = []
         index = shared.cache.index
@@ -225,7 +227,7 @@ class TestApart:
     def test_binding_has_a_plain_twin(self, space: bytes, signatures: list[bytes]) -> None:
         assert bind_signatures(space, b"".join(signatures)) == bind_signatures_reference(space, b"".join(signatures))
 
-    def test_a_tenant_sees_no_other_tenant(self, shared: Within, tmp_path: Path) -> None:
+    def test_a_tenant_sees_no_other_tenant(self, shared: InProcessDaemon, tmp_path: Path) -> None:
         acme, beta, root = (came_in(shared, token, tmp_path) for token in (ACME, BETA, ROOT))
         store(bound_to(acme), list(range(16)), 1)
         shared.cache.namespace_usage.take(anew=True)
@@ -237,7 +239,7 @@ class TestApart:
         assert bound_to(beta).clear() == 0
         assert bound_to(acme).clear() == 4
 
-    def test_why_it_missed_says_nothing_of_what_others_have(self, shared: Within, tmp_path: Path) -> None:
+    def test_why_it_missed_says_nothing_of_what_others_have(self, shared: InProcessDaemon, tmp_path: Path) -> None:
         """A decoy shares the first block with a guess of another tenant's prompt."""
         acme, beta = (bound_to(came_in(shared, token, tmp_path)) for token in (ACME, BETA))
         said = []
@@ -254,7 +256,9 @@ class TestApart:
             said.append((before.blocks, before.reason, after.blocks, after.reason))
         assert said[0] == said[1] == (1, "diverged", 1, "diverged")
 
-    def test_an_operator_s_questions_by_tokens_find_what_is_bound(self, shared: Within, tmp_path: Path) -> None:
+    def test_an_operator_s_questions_by_tokens_find_what_is_bound(
+        self, shared: InProcessDaemon, tmp_path: Path
+    ) -> None:
         acme = bound_to(came_in(shared, ACME, tmp_path))
         store(acme, list(range(16)), 1)
         ids = array("I", range(20)).tobytes()
@@ -263,7 +267,7 @@ class TestApart:
             assert (story["blocks"], story["found_blocks"]) == (5, 4)
         assert pin(shared.cache, {"ids": ids, "seconds": 60})["made"]["by_tier"] == {"host": 16}
 
-    def test_requests_are_joined_within_a_tenant(self, shared: Within, tmp_path: Path) -> None:
+    def test_requests_are_joined_within_a_tenant(self, shared: InProcessDaemon, tmp_path: Path) -> None:
         acme, beta = (bound_to(came_in(shared, token, tmp_path)) for token in (ACME, BETA))
         again = bound_to(came_in(shared, ACME, tmp_path))
         with acme.request(id="r") as r:

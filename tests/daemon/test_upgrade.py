@@ -15,10 +15,10 @@ import kvcache
 from kvcache.cache.cache import Cache
 from kvcache.cache.warm_restart import WarmRestart
 from kvcache.settings.sources import load as load_settings
-from tests.contract.caches import Engine
-from tests.daemon.house import LAYOUT, House, bound_to, load, reached, store
-from tests.daemon.old_store import CAPACITY, PROMPTS, SEGMENT
-from tests.peer.server import MISSING, empty
+from tests.contract.fake_engine import Engine
+from tests.daemon.daemon_process import LAYOUT, DaemonProcess, bound_to, load, reached, store
+from tests.daemon.old_version_store import CAPACITY, PROMPTS, SEGMENT
+from tests.peer.redis_server import MISSING, empty
 
 VECTORS = Path(__file__).parents[1] / "vectors"
 ARCHIVE = VECTORS / "nvme-1.tar.xz"
@@ -31,12 +31,12 @@ def stored(seed: int, blocks: int = 4) -> list[bytes]:
     return [engine.block(i) for i in range(blocks)]
 
 
-def test_a_store_of_an_earlier_version_is_adopted(make_house: Callable[..., House]) -> None:
-    house = make_house(nvme=True, NVME__CAPACITY_BYTES=CAPACITY, NVME__SEGMENT_BYTES=SEGMENT)
+def test_a_store_of_an_earlier_version_is_adopted(make_daemon: Callable[..., DaemonProcess]) -> None:
+    daemon = make_daemon(nvme=True, NVME__CAPACITY_BYTES=CAPACITY, NVME__SEGMENT_BYTES=SEGMENT)
     with tarfile.open(ARCHIVE) as archive:
-        archive.extractall(house.directory, filter="data")
-    house.start()
-    with house.open() as cache:
+        archive.extractall(daemon.directory, filter="data")
+    daemon.start()
+    with daemon.open() as cache:
         bound = bound_to(cache)
         for seed, tokens in PROMPTS.items():
             with bound.request() as r:
@@ -46,26 +46,26 @@ def test_a_store_of_an_earlier_version_is_adopted(make_house: Callable[..., Hous
         added = store(bound, list(range(16)), 9)  # and it is written on, in the same place
         assert cache.flush(60)
         assert cache.check() == []
-    assert house.end()[0] == 0
-    house.start()
-    with house.open() as cache:
+    assert daemon.terminate()[0] == 0
+    daemon.start()
+    with daemon.open() as cache:
         bound = bound_to(cache)
         assert load(bound, list(range(16))) == added
         assert [load(bound, tokens) for tokens in PROMPTS.values()] == [stored(seed) for seed in PROMPTS]
         assert cache.check() == []
 
 
-def test_a_client_goes_from_one_daemon_to_the_next(make_house: Callable[..., House]) -> None:
+def test_a_client_goes_from_one_daemon_to_the_next(make_daemon: Callable[..., DaemonProcess]) -> None:
     """It keeps its cache, its namespace, and even an open request; what was in host memory comes from the drive."""
-    house = make_house(nvme=True).start()
-    with house.open() as cache:
+    daemon = make_daemon(nvme=True).start()
+    with daemon.open() as cache:
         bound, tokens = bound_to(cache), list(range(32))
         expected = store(bound, tokens, 1)
         r = bound.request(id="open")
         assert r.match(tokens).blocks == 8
-        assert house.end()[0] == 0  # which writes what is queued
+        assert daemon.terminate()[0] == 0  # which writes what is queued
         assert r.match(tokens).reason == "unreachable"
-        house.start()
+        daemon.start()
         reached(cache)
         hit = r.match()
         assert (hit.blocks, dict(hit.by_tier)) == (8, {"nvme": 8})

@@ -92,7 +92,7 @@ def answer(prompt: Sequence[int], max_tokens: int, context: int = 64) -> list[in
 class LateTransfer:
     """Does its work, one block after another, once its cache has ticked `delay` times."""
 
-    def __init__(self, cache: UnrulyCache, work: Callable[[int], Outcome], blocks: int, *, stubborn: bool) -> None:
+    def __init__(self, cache: FlakyCache, work: Callable[[int], Outcome], blocks: int, *, stubborn: bool) -> None:
         self._cache, self._work, self._stubborn = cache, work, stubborn
         self._outcomes = [Outcome.PENDING] * blocks
         self.delay, self.cancelled = cache.delay(), False
@@ -132,8 +132,8 @@ class LateTransfer:
         self.cancelled = True
 
 
-class Turning:
-    """A clock that tests turn."""
+class ManualClock:
+    """A clock that tests advance."""
 
     def __init__(self) -> None:
         self.seconds = 0.0
@@ -144,11 +144,11 @@ class Turning:
     def wall(self) -> float:
         return self.seconds
 
-    def turn(self, seconds: float) -> None:
+    def advance(self, seconds: float) -> None:
         self.seconds += seconds
 
 
-class UnrulyCache(NaiveCache):
+class FlakyCache(NaiveCache):
     """Late lookups, loads and stores, and blocks that turn out to be missing or damaged: by one seed.
 
     Each question whether a transfer is done makes time pass for all of them. While `hang` is "load" or "store", new
@@ -158,7 +158,7 @@ class UnrulyCache(NaiveCache):
     def __init__(self, seed: int = 0, *, trouble: float = 0.3, longest: int = 12) -> None:
         super().__init__()
         self.random, self.trouble, self.longest = Random(seed), trouble, longest
-        self.open_requests: set[UnrulyRequest] = set()
+        self.open_requests: set[FlakyRequest] = set()
         self.under_way: list[LateTransfer] = []
         self.hang = ""
         self.tiers: list[str] = []  # where the first blocks of any prefix are said to be
@@ -175,9 +175,9 @@ class UnrulyCache(NaiveCache):
                 transfer.delay = 0
             self.tick()
 
-    def namespace(self, *args: Any, **named: Any) -> UnrulyBound:
+    def namespace(self, *args: Any, **named: Any) -> FlakyNamespace:
         bound = super().namespace(*args, **named)
-        return UnrulyBound(self, bound)
+        return FlakyNamespace(self, bound)
 
     def delay(self) -> int:
         return self.random.randint(1, self.longest) if self.random.random() < self.trouble else 0
@@ -189,19 +189,19 @@ class UnrulyCache(NaiveCache):
                 del self.blocks[name]
 
 
-class UnrulyBound:
-    def __init__(self, cache: UnrulyCache, bound: NaiveNamespace) -> None:
+class FlakyNamespace:
+    def __init__(self, cache: FlakyCache, bound: NaiveNamespace) -> None:
         self.cache, self.bound, self.id, self.layout = cache, bound, bound.id, bound.layout
         self.computed, self.event_signature = bound.computed, bound.event_signature
 
-    def request(self, id: str | None = None, **_: Any) -> UnrulyRequest:
-        request = UnrulyRequest(self.cache, self.bound, id or "")
+    def request(self, id: str | None = None, **_: Any) -> FlakyRequest:
+        request = FlakyRequest(self.cache, self.bound, id or "")
         self.cache.open_requests.add(request)
         return request
 
 
-class UnrulyRequest(NaiveRequest):
-    def __init__(self, cache: UnrulyCache, bound: NaiveNamespace, id: str) -> None:
+class FlakyRequest(NaiveRequest):
+    def __init__(self, cache: FlakyCache, bound: NaiveNamespace, id: str) -> None:
         super().__init__(bound, id)
         self.cache, self.pending = cache, cache.delay()
 
@@ -216,7 +216,7 @@ class UnrulyRequest(NaiveRequest):
         self, blocks: int, pages: Pages, page_ids: Sequence[Sequence[int]], *, first_block: int = 0
     ) -> LateTransfer:
         def work(i: int) -> Outcome:
-            outcome = super(UnrulyRequest, self).load(
+            outcome = super(FlakyRequest, self).load(
                 first_block + i + 1, pages, [[page_ids[0][i]]], first_block=first_block + i
             )
             if self.cache.random.random() < self.cache.trouble / 4:
@@ -233,7 +233,7 @@ class UnrulyRequest(NaiveRequest):
         def work(i: int) -> Outcome:
             if self.cache.random.random() < self.cache.trouble / 4:
                 return Outcome.NO_CAPACITY
-            super(UnrulyRequest, self).store(pages, [[page_ids[0][i]]], first_block=first_block + i)
+            super(FlakyRequest, self).store(pages, [[page_ids[0][i]]], first_block=first_block + i)
             return Outcome.DONE
 
         return self._late(work, len(page_ids[0]), hang=self.cache.hang == "store")

@@ -16,14 +16,14 @@ from kvcache.cache.canary import relative_difference
 from kvcache.engine.engine import Engine, EngineConfig, Recompute
 from kvcache.engine.model import load_model
 from kvcache.engine.sampling import SamplingParams
-from tests.engine import tiny
+from tests.engine import tiny_model
 
 PROMPT = [(7 * i) % 200 for i in range(330)]
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    return load_model(tiny.make(tmp_path_factory.mktemp("model"), "smollm2"), dtype="fp32")
+    return load_model(tiny_model.make(tmp_path_factory.mktemp("model"), "smollm2"), dtype="fp32")
 
 
 def opened(tmp_path: Path, sample_rate: int, codec: str = "raw") -> Cache:

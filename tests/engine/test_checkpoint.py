@@ -20,7 +20,7 @@ from kvcache.engine import checkpoint
 from kvcache.engine.checkpoint import resolve_model
 from kvcache.engine.tokenizer import Tokenizer
 from kvcache.errors import ModelError
-from tests.engine import tiny
+from tests.engine import tiny_model
 
 HEADS, KV_HEADS, TOKENS = 4, 2, 259
 _NAMES = {
@@ -46,7 +46,7 @@ def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return Path(tiny.make(tmp_path_factory.mktemp("models") / "llama"))
+    return Path(tiny_model.make(tmp_path_factory.mktemp("models") / "llama"))
 
 
 def write(path: Path, source: Path, edit: Callable[[gguf.GGUFWriter], Any] = lambda writer: None, **facts: Any) -> Path:
@@ -63,12 +63,12 @@ def write(path: Path, source: Path, edit: Callable[[gguf.GGUFWriter], Any] = lam
     vocabulary = json.loads((source / "tokenizer.json").read_text())["model"]["vocab"]
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre(facts.get("pre", "smollm"))
-    writer.add_token_list([*sorted(vocabulary, key=vocabulary.get), *tiny.SPECIAL][:TOKENS])
+    writer.add_token_list([*sorted(vocabulary, key=vocabulary.get), *tiny_model.SPECIAL][:TOKENS])
     writer.add_token_types([1] * 256 + [3, 3, 4])
     writer.add_token_merges([])
     writer.add_bos_token_id(TOKENS - 2)
     writer.add_eos_token_id(TOKENS - 1)
-    writer.add_chat_template(tiny.CHATML)
+    writer.add_chat_template(tiny_model.CHATML)
     for name, tensor in load_file(source / "model.safetensors").items():
         stem = name.removesuffix(".weight")
         block = ""
@@ -104,7 +104,7 @@ def test_a_converted_file_is_the_model_it_was_made_from(source: Path, tmp_path: 
     assert tokenizer.chat([{"role": "user", "content": "é 10"}]) == Tokenizer(str(source)).chat(
         [{"role": "user", "content": "é 10"}]
     )
-    assert tokenizer.decode([256, 257, 258]) == tiny.SPECIAL[2]  # of three added tokens, two are control tokens
+    assert tokenizer.decode([256, 257, 258]) == tiny_model.SPECIAL[2]  # of three added tokens, two are control tokens
 
 
 def test_it_is_converted_once(source: Path, tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from kvcache.engine.sampling import SamplingParams
 from kvcache.engine.sequence import SequenceState
 from kvcache.errors import ConfigError, KVCacheError, LayoutError, TokenError
 from kvcache.testing.naive_cache import NaiveCache
-from tests.engine.fake import BLOCK, EOS, VOCAB, FakeModel, Turning, UnrulyCache, answer
+from tests.engine.fake_model import BLOCK, EOS, VOCAB, FakeModel, FlakyCache, ManualClock, answer
 
 PROMPT = [i % 11 for i in range(22)]  # five full blocks and two tokens
 
@@ -221,7 +221,7 @@ def test_other_weights_share_nothing() -> None:
 
 
 def test_a_load_that_hangs_is_given_up_and_its_pages_wait_for_it() -> None:
-    clock, cache = Turning(), UnrulyCache(trouble=0)
+    clock, cache = ManualClock(), FlakyCache(trouble=0)
     engine(cache).generate([PROMPT], SamplingParams(max_tokens=1))
     e = engine(cache, clock=clock, patience_s=5.0, pages=12)
     cache.hang = "load"
@@ -229,7 +229,7 @@ def test_a_load_that_hangs_is_given_up_and_its_pages_wait_for_it() -> None:
     for _ in range(20):
         e.step()
     assert sequence.state is SequenceState.LOADING
-    clock.turn(6.0)
+    clock.advance(6.0)
     finish(e)
     assert sequence.answer == answer(PROMPT, 3)
     assert sequence.reused == {}
@@ -243,7 +243,7 @@ def test_a_load_that_hangs_is_given_up_and_its_pages_wait_for_it() -> None:
 
 
 def test_a_page_that_is_being_stored_is_not_written_again_before() -> None:
-    cache = UnrulyCache(trouble=0)
+    cache = FlakyCache(trouble=0)
     e = engine(cache, pages=8)
     cache.hang = "store"
     e.generate([PROMPT], SamplingParams(max_tokens=1))
@@ -260,20 +260,20 @@ def test_a_page_that_is_being_stored_is_not_written_again_before() -> None:
 
 
 def test_a_lookup_without_an_answer_is_given_up() -> None:
-    clock, cache = Turning(), UnrulyCache(trouble=0)
+    clock, cache = ManualClock(), FlakyCache(trouble=0)
     e = engine(cache, clock=clock, patience_s=5.0)
     sequence = e.add(PROMPT, SamplingParams(max_tokens=3))
     assert sequence.request is not None
     sequence.request.pending = 10**9  # type: ignore[attr-defined]
     e.step()
     assert sequence.state is SequenceState.WAITING
-    clock.turn(6.0)
+    clock.advance(6.0)
     finish(e)
     assert sequence.answer == answer(PROMPT, 3)
 
 
 def test_reused_tokens_are_counted_by_the_tier_they_came_from() -> None:
-    cache = UnrulyCache(trouble=0)
+    cache = FlakyCache(trouble=0)
     cache.tiers = ["host"] * 3 + ["nvme"] * 2
     engine(cache).generate([PROMPT], SamplingParams(max_tokens=1))
     [result] = engine(cache).generate([PROMPT], SamplingParams(max_tokens=1))
@@ -285,7 +285,7 @@ def test_reused_tokens_are_counted_by_the_tier_they_came_from() -> None:
 
 
 def test_aborted_while_it_waits_loads_or_runs() -> None:
-    cache = UnrulyCache(trouble=0)
+    cache = FlakyCache(trouble=0)
     engine(cache).generate([PROMPT], SamplingParams(max_tokens=1))
     cache.hang = "load"
     e = engine(cache, max_sequences=2, pages=24)
@@ -314,7 +314,7 @@ def test_aborted_while_it_waits_loads_or_runs() -> None:
 
 
 def test_close_gives_everything_back() -> None:
-    cache = UnrulyCache(trouble=0)
+    cache = FlakyCache(trouble=0)
     e = engine(cache)
     for i in range(4):
         e.add([i] * 9, SamplingParams(max_tokens=30))
@@ -352,14 +352,14 @@ def test_a_seed_gives_the_same_answer_in_any_company() -> None:
 
 
 def test_times_are_from_add_to_the_first_token_and_to_the_last() -> None:
-    clock = Turning()
+    clock = ManualClock()
     e = engine(clock=clock)
     sequence = e.add(PROMPT, SamplingParams(max_tokens=2, ignore_eos=True))
-    clock.turn(1.0)
+    clock.advance(1.0)
     forward = e.model.forward
 
     def slowly(*given: Any) -> Any:
-        clock.turn(2.0)
+        clock.advance(2.0)
         return forward(*given)
 
     e.model.forward = slowly  # type: ignore[method-assign]

@@ -12,23 +12,23 @@ from kvcache.engine.engine import Engine, EngineConfig
 from kvcache.engine.model import load_model
 from kvcache.errors import ModelError
 from kvcache.testing.naive_cache import NaiveCache
-from tests.engine import tiny
+from tests.engine import tiny_model
 
 
 def test_a_model_of_one_name_and_other_files_is_another(tmp_path: Path) -> None:
-    first = tiny.make(tmp_path / "a" / "model", seed=1)
-    seen = {named(first), named(tiny.make(tmp_path / "b" / "model", seed=2))}
+    first = tiny_model.make(tmp_path / "a" / "model", seed=1)
+    seen = {named(first), named(tiny_model.make(tmp_path / "b" / "model", seed=2))}
     config = Path(first) / "config.json"
     config.write_text(config.read_text().replace('"bos_token_id"', '"of_a_later_version": 1, "bos_token_id"'))
     assert len({*seen, named(first)}) == 3
 
 
 def test_weights_that_change_while_they_are_loaded_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    place, read = tiny.make(tmp_path / "model", seed=1), Weights.read
+    place, read = tiny_model.make(tmp_path / "model", seed=1), Weights.read
 
     def replaced(*given: Any, **named: Any) -> Any:
         weights = read(*given, **named)
-        tiny.make(place, seed=2)
+        tiny_model.make(place, seed=2)
         return weights
 
     monkeypatch.setattr(Weights, "read", replaced)

@@ -15,7 +15,7 @@ from kvcache.engine.loop import EngineLoop
 from kvcache.engine.sampling import SamplingParams
 from kvcache.errors import ClosedError, TokenError
 from kvcache.testing.naive_cache import NaiveCache
-from tests.engine.fake import FakeModel, answer
+from tests.engine.fake_model import FakeModel, answer
 
 WAIT_S = 30.0  # only a broken loop takes this long
 

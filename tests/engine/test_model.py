@@ -17,8 +17,8 @@ from kvcache.block.layout import KVLayout
 from kvcache.engine.model import Model, load_model
 from kvcache.engine.scheduler import Batch, Span
 from kvcache.errors import ModelError
-from tests.engine import tiny
-from tests.engine.stepping import greedy, pages
+from tests.engine import tiny_model
+from tests.engine.greedy_decode import greedy, pages
 
 BLOCK = 4
 NEW_TOKENS = 5
@@ -30,10 +30,10 @@ Reference = Callable[[tuple[int, ...]], list[int]]
 @pytest.fixture(scope="module")
 def make(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]:
     root = tmp_path_factory.mktemp("models")
-    return lru_cache(None)(lambda family: tiny.make(root / family, family))
+    return lru_cache(None)(lambda family: tiny_model.make(root / family, family))
 
 
-@pytest.fixture(scope="module", params=tiny.FAMILIES)
+@pytest.fixture(scope="module", params=tiny_model.FAMILIES)
 def pair(request: pytest.FixtureRequest, make: Callable[[str], str]) -> tuple[Model, Reference]:
     """The model, and transformers' greedy answers: the whole sequence computed anew for every token."""
     directory = make(request.param)
@@ -75,7 +75,7 @@ def test_every_row_has_the_logits_of_transformers(pair: tuple[Model, Reference],
     from transformers import AutoModelForCausalLM
 
     model = pair[0]
-    ids = torch.arange(0, 150) * 7 % tiny.VOCAB
+    ids = torch.arange(0, 150) * 7 % tiny_model.VOCAB
     batch = Batch(ids, torch.arange(150), [Span(0, 150, 0, list(range(38)))], torch.arange(150))
     peer = AutoModelForCausalLM.from_pretrained(model.directory, dtype=torch.float32)
     with torch.inference_mode():
@@ -131,12 +131,12 @@ def test_no_logits_wanted_is_no_error(make: Callable[[str], str]) -> None:
     model = load_model(make("llama"), block_tokens=BLOCK)
     ids = torch.arange(3)
     none = torch.tensor([], dtype=torch.int64)
-    assert model.forward(Batch(ids, ids, [Span(0, 3, 0, [0])], none), pages(model, 1)).shape == (0, tiny.VOCAB)
+    assert model.forward(Batch(ids, ids, [Span(0, 3, 0, [0])], none), pages(model, 1)).shape == (0, tiny_model.VOCAB)
 
 
 def test_the_older_form_of_rotary_settings_means_the_same(make: Callable[[str], str], tmp_path: Path) -> None:
     new = load_model(make("llama-rope-llama3"), block_tokens=BLOCK)
-    directory = tiny.make(tmp_path / "old", "llama-rope-llama3")
+    directory = tiny_model.make(tmp_path / "old", "llama-rope-llama3")
     config = json.loads((tmp_path / "old" / "config.json").read_text())
     rope = config.pop("rope_parameters")
     config["rope_theta"] = rope.pop("rope_theta")
@@ -150,16 +150,16 @@ def test_the_older_form_of_rotary_settings_means_the_same(make: Callable[[str], 
 def test_what_the_cache_is_told(make: Callable[[str], str]) -> None:
     model = load_model(make("qwen3"), dtype="bf16", block_tokens=32)
     assert model.layout == KVLayout.mha(layers=3, kv_heads=2, head_dim=24, dtype="bf16", block_tokens=32)
-    assert model.layout.max_tokens == model.max_tokens == tiny.MAX_TOKENS
-    assert model.vocab_size == tiny.VOCAB
-    assert model.eos_token_ids == {tiny.EOS}
+    assert model.layout.max_tokens == model.max_tokens == tiny_model.MAX_TOKENS
+    assert model.vocab_size == tiny_model.VOCAB
+    assert model.eos_token_ids == {tiny_model.EOS}
     assert model.revision.startswith("sha256:")
 
 
 def test_a_setting_that_changes_keys_changes_the_facts(tmp_path: Path) -> None:
-    plain = load_model(tiny.make(tmp_path / "a", "mistral"))
+    plain = load_model(tiny_model.make(tmp_path / "a", "mistral"))
     for field in ({"rms_norm_eps": 1e-3}, {"sliding_window": 8}, {"rope": {"rope_theta": 1e6}}):
-        other = load_model(tiny.make(tmp_path / str(field), "mistral", **field))
+        other = load_model(tiny_model.make(tmp_path / str(field), "mistral", **field))
         assert other.revision == plain.revision
         assert other.facts != plain.facts
 

@@ -24,7 +24,7 @@ from kvcache.engine.model import Model, load_model
 from kvcache.engine.sampling import SamplingParams
 from kvcache.engine.sequence import RequestOutput
 from kvcache.engine.tokenizer import Tokenizer
-from tests.engine import tiny
+from tests.engine import tiny_model
 
 BLOCK = 4
 ANSWER = SamplingParams(max_tokens=6, ignore_eos=True)
@@ -39,14 +39,14 @@ def one_thread() -> Iterator[None]:
 
 
 @lru_cache
-def tiny_model(family: str) -> Model:
+def load_tiny(family: str) -> Model:
     with tempfile.TemporaryDirectory() as directory:
-        return load_model(tiny.make(directory, family), block_tokens=BLOCK)
+        return load_model(tiny_model.make(directory, family), block_tokens=BLOCK)
 
 
 @lru_cache(maxsize=4096)
 def without(family: str, prompt: tuple[int, ...]) -> list[int]:
-    engine = Engine(tiny_model(family), None, EngineConfig(pages=64))
+    engine = Engine(load_tiny(family), None, EngineConfig(pages=64))
     [result] = engine.generate([prompt], ANSWER)
     return result.token_ids
 
@@ -153,7 +153,7 @@ def test_aborted_in_the_middle_nothing_is_held(
     with tempfile.TemporaryDirectory() as directory:
         cache = tiers(Path(directory), host_blocks=16, nvme_blocks=128)
         try:
-            Engine(tiny_model("llama"), cache, EngineConfig(pages=pages)).generate(asked[:2], ANSWER)
+            Engine(load_tiny("llama"), cache, EngineConfig(pages=pages)).generate(asked[:2], ANSWER)
             engine = Engine(
                 tiny_model("llama"), cache, EngineConfig(pages=pages, max_batch_tokens=budget, max_sequences=3)
             )

@@ -11,7 +11,7 @@ from kvcache.engine.engine import Engine, EngineConfig
 from kvcache.engine.sampling import SamplingParams
 from kvcache.engine.sequence import Sequence, SequenceState
 from kvcache.testing.naive_cache import NaiveCache
-from tests.engine.fake import FakeModel, Turning, UnrulyCache, answer
+from tests.engine.fake_model import FakeModel, FlakyCache, ManualClock, answer
 
 MOST_STEPS = 5000  # far above what the longest of these runs needs
 
@@ -27,7 +27,7 @@ class EngineMachine(RuleBasedStateMachine):
         trouble=st.sampled_from([0.0, 0.3, 0.9]),
     )
     def start(self, seed: int, pages: int, budget: int, sequences: int, trouble: float) -> None:
-        self.clock, self.cache = Turning(), UnrulyCache(seed, trouble=trouble)
+        self.clock, self.cache = ManualClock(), FlakyCache(seed, trouble=trouble)
         self.shape = {"pages": pages, "max_batch_tokens": budget, "max_sequences": sequences}
         self.running: dict[Sequence, list[int]] = {}
         self.open()
@@ -57,8 +57,8 @@ class EngineMachine(RuleBasedStateMachine):
         del self.running[sequence]
 
     @rule(seconds=st.sampled_from([1.0, 6.0]))
-    def turn(self, seconds: float) -> None:
-        self.clock.turn(seconds)
+    def advance(self, seconds: float) -> None:
+        self.clock.advance(seconds)
 
     @rule()
     def push_out(self) -> None:
@@ -113,7 +113,7 @@ TestEngine.settings = settings(stateful_step_count=40, max_examples=4 * settings
 
 
 def test_a_pending_lookup_delays_no_later_request() -> None:
-    cache = UnrulyCache(trouble=0)
+    cache = FlakyCache(trouble=0)
     engine = Engine(FakeModel(), cache, EngineConfig(pages=40, max_sequences=2))
     asked = engine.add([1, 2, 3])
     assert asked.request is not None
@@ -132,7 +132,7 @@ def test_a_pending_lookup_delays_no_later_request() -> None:
 
 
 def test_a_prompt_that_finds_no_room_is_not_overtaken() -> None:
-    clock = Turning()
+    clock = ManualClock()
     engine = Engine(FakeModel(), NaiveCache(), EngineConfig(pages=10), clock=clock)
     first = engine.add([1] * 20, SamplingParams(max_tokens=4, ignore_eos=True))
     large = engine.add([2] * 30, SamplingParams(max_tokens=1))
@@ -144,7 +144,7 @@ def test_a_prompt_that_finds_no_room_is_not_overtaken() -> None:
         SequenceState.WAITING,
     ]
     while engine.unfinished:
-        clock.turn(1.0)
+        clock.advance(1.0)
         engine.step()
     assert 0 < large.start_s <= small.start_s
     assert not first.preemptions
@@ -173,7 +173,7 @@ def test_what_a_preempted_request_finds_of_its_own_is_not_called_reused() -> Non
 
 
 def test_a_prompt_that_arrived_earlier_does_not_hold_up_the_next_token_of_others() -> None:
-    cache = UnrulyCache(trouble=0)
+    cache = FlakyCache(trouble=0)
     engine = Engine(FakeModel(), cache, EngineConfig(pages=40, max_batch_tokens=6))
     long = engine.add([1] * 30, SamplingParams(max_tokens=1))
     assert long.request is not None

@@ -18,14 +18,14 @@ from kvcache.engine.sampling import SamplingParams
 from kvcache.engine.server import MAX_BODY_BYTES, Server
 from kvcache.engine.tokenizer import Tokenizer
 from kvcache.testing.naive_cache import NaiveCache
-from tests.engine import tiny
+from tests.engine import tiny_model
 
 PROMPT = "A cache is a promise about the past. " * 3
 
 
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return Path(tiny.make(tmp_path_factory.mktemp("model"), "llama"))
+    return Path(tiny_model.make(tmp_path_factory.mktemp("model"), "llama"))
 
 
 @pytest.fixture

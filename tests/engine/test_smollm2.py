@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from kvcache.engine.checkpoint import PACKAGED, resolve_model
 from kvcache.engine.model import Model, load_model
 from kvcache.engine.tokenizer import Tokenizer
-from tests.engine.stepping import greedy
+from tests.engine.greedy_decode import greedy
 
 NEW_TOKENS = 8
 PROMPTS = (

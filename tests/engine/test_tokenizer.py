@@ -11,13 +11,13 @@ from hypothesis import strategies as st
 
 from kvcache.engine.tokenizer import Tokenizer
 from kvcache.errors import ModelError
-from tests.engine import tiny
+from tests.engine import tiny_model
 
 
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
     directory = tmp_path_factory.mktemp("tokenizer")
-    tiny.tokenizer(directory)
+    tiny_model.tokenizer(directory)
     return Tokenizer(str(directory))
 
 
@@ -26,7 +26,7 @@ def test_a_text_comes_back(tokenizer: Tokenizer, text: str) -> None:
     assert tokenizer.decode(tokenizer.encode(text)) == text
 
 
-@given(st.lists(st.integers(0, tiny.VOCAB - 1)))
+@given(st.lists(st.integers(0, tiny_model.VOCAB - 1)))
 def test_a_stream_adds_up_to_the_whole(tokenizer: Tokenizer, ids: list[int]) -> None:
     stream = tokenizer.stream()
     assert "".join(map(stream.put, ids)) + stream.end() == tokenizer.decode(ids)
@@ -47,7 +47,7 @@ def test_a_stream_of_a_text_holds_back_less_than_a_character(tokenizer: Tokenize
 
 def test_special_tokens_are_not_shown(tokenizer: Tokenizer) -> None:
     ids = tokenizer.encode("a<|im_end|>b")
-    assert ids[1] == tiny.EOS
+    assert ids[1] == tiny_model.EOS
     assert tokenizer.decode(ids) == "ab"
 
 
@@ -57,7 +57,7 @@ def test_a_chat(tokenizer: Tokenizer) -> None:
 
 
 def test_a_template_in_a_file_of_its_own(tokenizer: Tokenizer, tmp_path: Path) -> None:
-    tiny.tokenizer(tmp_path)
+    tiny_model.tokenizer(tmp_path)
     (tmp_path / "chat_template.jinja").write_text("{{ bos_token }}{{ messages[0].content }}")
     config = {"bos_token": {"content": "<|im_start|>"}, "chat_template": "no"}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
@@ -76,7 +76,7 @@ def test_a_template_in_a_file_of_its_own(tokenizer: Tokenizer, tmp_path: Path) -
     ],
 )
 def test_a_template_that_does_not_work(tmp_path: Path, template: str | None, match: str) -> None:
-    tiny.tokenizer(tmp_path)
+    tiny_model.tokenizer(tmp_path)
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
     with pytest.raises(ModelError, match=match):
         Tokenizer(str(tmp_path)).chat([{"role": "user", "content": "hi"}])
@@ -84,7 +84,7 @@ def test_a_template_that_does_not_work(tmp_path: Path, template: str | None, mat
 
 @pytest.mark.parametrize("text", ["{", "[]", "3"])
 def test_a_damaged_configuration(tmp_path: Path, text: str) -> None:
-    tiny.tokenizer(tmp_path)
+    tiny_model.tokenizer(tmp_path)
     (tmp_path / "tokenizer_config.json").write_text(text)
     with pytest.raises(ModelError, match="damaged"):
         Tokenizer(str(tmp_path)).chat([])

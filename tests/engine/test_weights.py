@@ -16,8 +16,8 @@ from safetensors.torch import load_file, save_file
 
 from kvcache.engine.model import load_model
 from kvcache.errors import ModelError
-from tests.engine import tiny
-from tests.engine.stepping import greedy
+from tests.engine import tiny_model
+from tests.engine.greedy_decode import greedy
 
 PROMPT = [list(range(40))]
 Tensors = dict[str, torch.Tensor]
@@ -25,7 +25,7 @@ Tensors = dict[str, torch.Tensor]
 
 @pytest.fixture(scope="module")
 def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return Path(tiny.make(tmp_path_factory.mktemp("models") / "llama"))
+    return Path(tiny_model.make(tmp_path_factory.mktemp("models") / "llama"))
 
 
 @pytest.fixture
@@ -153,4 +153,4 @@ def test_the_ends_of_the_generation_config_count(directory: Path) -> None:
     (directory / "generation_config.json").write_text(json.dumps({"eos_token_id": [3, 4]}))
     assert load_model(str(directory)).eos_token_ids == {3, 4}
     (directory / "generation_config.json").write_text("{}")
-    assert load_model(str(directory)).eos_token_ids == {tiny.EOS}
+    assert load_model(str(directory)).eos_token_ids == {tiny_model.EOS}

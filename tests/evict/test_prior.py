@@ -77,9 +77,9 @@ def test_while_nothing_was_seen_everybody_makes_room_for_what_is_new() -> None:
 def made() -> Iterator[Any]:
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(ROOT / "benchmarks"))
-        import prior
+        import hazard_prior
 
-        yield prior
+        yield hazard_prior
 
 
 @pytest.mark.skipif(not (DATA / "traces").exists(), reason="the traces are not shipped")
@@ -97,7 +97,7 @@ def test_nowhere_is_it_further_behind_lru_than_the_page_tells(made: Any, request
 def of_the_page() -> dict[str, float]:
     """By trace and size, the last column of the prior's table."""
     page = PAGE.read_text(encoding="utf-8")
-    table = page.partition("table: benchmarks/prior.py --write")[2].partition("end of the prior's table")[0]
+    table = page.partition("table: benchmarks/hazard_prior.py --write")[2].partition("end of the prior's table")[0]
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in table.splitlines() if "%" in line]
     return {row[0]: float(row[-1]) for row in rows[1:]}
 

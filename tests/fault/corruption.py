@@ -8,7 +8,7 @@ from collections.abc import Sequence
 NUMBERS = [0, 1, 2, 0x7F, 0x80, 0xFF, 0x7FFF, 0x8000, 0xFFFF, 0x7FFFFFFF, 0x80000000, 0xFFFFFFFF, (1 << 64) - 1]
 
 
-def damaged(rng: random.Random, sound: Sequence[bytes]) -> bytes:
+def corrupt(rng: random.Random, sound: Sequence[bytes]) -> bytes:
     """One of these, after one to four faults."""
     data = bytearray(rng.choice(sound))
     for _ in range(rng.choice((1, 1, 1, 2, 4))):

@@ -1,6 +1,6 @@
 """A process that stores and loads at full speed is killed at random times, again and again, on a real file system.
 
-    python -m tests.fault.kills DIRECTORY KILLS SEED
+    python -m tests.fault.kill_loop DIRECTORY KILLS SEED
 
 After each kill the store is opened, audited and read: everything that said DONE is there with every byte, nothing that
 was removed is. The child tells what it knows through a pipe, a line a block, before it goes on.

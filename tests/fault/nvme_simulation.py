@@ -1,6 +1,6 @@
 """One life of an NVMe tier under a seed, held against a plain dict: stores, loads, evictions, restarts, a crash.
 
-    Life(17).live()
+    NvmeSimulation(17).run()
 
 Every choice comes from the seed, so a failure is replayed by the same line. Many calls are under way at a time. What
 the model knows of a block: it is there, it is not, or either (a call is under way, or a fault may have taken it).
@@ -20,8 +20,8 @@ from kvcache.os_env import OsEnv
 from kvcache.settings.tiers import NvmeSettings
 from kvcache.tier.nvme import NvmeTier
 from kvcache.tier.tier import BACKGROUND, DEMAND, PREFETCH, Op, Outcome, Ticket
-from tests.fault.disk import Crash, SimDisk
-from tests.fault.schedule import Scheduler
+from tests.fault.scheduler import Scheduler
+from tests.fault.simulated_disk import Crash, SimDisk
 from tests.tier.blocks import buffer, chain, holds, payload, record
 
 KIB = 1 << 10
@@ -54,7 +54,7 @@ class Call:
     before: list[tuple[bool | None, int]]  # there or not, and how often that may have changed
 
 
-class Life:
+class NvmeSimulation:
     def __init__(
         self,
         seed: int,
@@ -115,7 +115,7 @@ class Life:
     def heal(self) -> None:
         self.disk.fails, self.disk.short, self.disk.capacity_bytes = {}, 0.0, 4 * CAPACITY
 
-    def live(self) -> None:
+    def run(self) -> None:
         """All of it: half of the calls, a crash, the other half, an end in order, and a look at what is left. Between
         them, for some, a sync that the power fails after."""
         self.disk.crash_at = self.disk.steps + self.chance.randint(1, 3 * self.ops)
@@ -168,11 +168,11 @@ class Life:
             self.tier.close()
             self.open()
         elif what == "fault":
-            self.trouble()
+            self.toggle_fault()
         else:
             self.submit(what, some)
 
-    def trouble(self) -> None:
+    def toggle_fault(self) -> None:
         """Let the fault of this life begin or end."""
         kind, _, rest = self.fault.partition(" ")
         if rest == "errors":
@@ -249,11 +249,11 @@ class Life:
         for ticket in [ticket for ticket in self.calls if ticket.done]:
             call = self.calls.pop(ticket)
             for i, (address, outcome) in enumerate(zip(call.addresses, ticket.outcomes, strict=True)):
-                getattr(self, f"saw_{call.op}")(address, outcome, call, i)
+                getattr(self, f"check_{call.op}")(address, outcome, call, i)
                 if call.segments:
                     self.pool[size_of(address)].append(call.segments[i])
 
-    def saw_read(self, address: Address, outcome: Outcome, call: Call, i: int) -> None:
+    def check_read(self, address: Address, outcome: Outcome, call: Call, i: int) -> None:
         there, turn = call.before[i]
         unchanged = turn == self.turns[address]
         if outcome is DONE:
@@ -266,14 +266,14 @@ class Life:
         else:
             assert outcome in {Outcome.TIMED_OUT, Outcome.CANCELLED} or self.troubled, f"{self}: {outcome}"
 
-    def saw_contains(self, address: Address, outcome: Outcome, call: Call, i: int) -> None:
+    def check_contains(self, address: Address, outcome: Outcome, call: Call, i: int) -> None:
         there, turn = call.before[i]
         if turn == self.turns[address] and there is not None and outcome is not Outcome.TIMED_OUT:
             assert there or self.scrambled or outcome is NOT_FOUND, f"{self}: knows what is not there"
             if there and outcome is NOT_FOUND:
                 self.gone(address)
 
-    def saw_write(self, address: Address, outcome: Outcome, call: Call, i: int) -> None:
+    def check_write(self, address: Address, outcome: Outcome, call: Call, i: int) -> None:
         there = call.before[i][0]
         self.turns[address] += 1
         if outcome is DONE:
@@ -286,7 +286,7 @@ class Life:
         fails = self.troubled or self.fault == "full" or address in TWINS
         assert outcome in allowed or fails, f"{self}: {outcome}"
 
-    def saw_remove(self, address: Address, outcome: Outcome, call: Call, i: int) -> None:
+    def check_remove(self, address: Address, outcome: Outcome, call: Call, i: int) -> None:
         there = call.before[i][0]
         self.turns[address] += 1
         if outcome in {DONE, NOT_FOUND}:
@@ -399,4 +399,4 @@ class Life:
 
     def __str__(self) -> str:
         power = "power cut" if self.power_cut else "kill"
-        return f"Life({self.seed}, ops={self.ops}).live() [{self.durability}, {self.fault}, {power}]"
+        return f"NvmeSimulation({self.seed}, ops={self.ops}).run() [{self.durability}, {self.fault}, {power}]"

@@ -19,7 +19,7 @@ from kvcache.testing.tier import Clock
 from kvcache.tier.nvme import NvmeTier
 from kvcache.tier.tier import Outcome
 from tests.tier.blocks import buffer, chain, holds, record
-from tests.tier.test_reports import load, put
+from tests.tier.test_reported_bugs import load, put
 
 DONE, NOT_FOUND, NO_CAPACITY = Outcome.DONE, Outcome.NOT_FOUND, Outcome.NO_CAPACITY
 MIB = 1 << 20

@@ -18,8 +18,8 @@ from kvcache.testing.tier import Clock
 from kvcache.tier.nvme import NvmeTier
 from kvcache.tier.nvme import tier as nvme_tier
 from kvcache.tier.tier import BACKGROUND, DEMAND, Outcome
-from tests.fault.disk import Crash, SimDisk
-from tests.fault.life import ERRORS, Life
+from tests.fault.nvme_simulation import ERRORS, NvmeSimulation
+from tests.fault.simulated_disk import Crash, SimDisk
 from tests.tier.blocks import buffer, chain, holds, record
 
 DONE, NOT_FOUND, FAILED = Outcome.DONE, Outcome.NOT_FOUND, Outcome.FAILED
@@ -55,7 +55,7 @@ def read(tier: NvmeTier, address: Address) -> Outcome:
 @pytest.mark.parametrize("kind", ["read", "write", "sync"])
 def test_any_errno(kind: str, number: int) -> None:
     for seed in range(2):
-        Life(seed, fault=f"{kind} errors", errors=[number]).live()
+        NvmeSimulation(seed, fault=f"{kind} errors", errors=[number]).run()
 
 
 @pytest.mark.parametrize("power_cut", [False, True])

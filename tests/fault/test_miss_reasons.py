@@ -16,7 +16,7 @@ from kvcache.observe.reasons import REASONS
 from kvcache.os_env import OsEnv
 from kvcache.settings.sources import load
 from tests.cache.test_miss_explainer import LAYOUT, misses, pages, story, turn
-from tests.fault.disk import SimDisk
+from tests.fault.simulated_disk import SimDisk
 
 
 class Drive(SimDisk):

@@ -52,7 +52,7 @@ from kvcache.tier.redis import keys as redis_name
 from kvcache.tier.redis.wire import ProtocolError, RespConnection
 from kvcache.tier.tier import Outcome
 from kvcache.transfer.copier import CopierRegistry
-from tests.fault.damage import damaged
+from tests.fault.corruption import corrupt
 from tests.tier.blocks import chain, payload, record
 
 LAYOUT = KVLayout.mha(layers=2, kv_heads=2, head_dim=8, dtype="fp32", block_tokens=4)
@@ -363,7 +363,7 @@ def test_any_bytes(what: str, request: pytest.FixtureRequest, tmp_path: Path) ->
     parser, rng = PARSERS[what], random.Random(what)
     refused = 0
     for _ in range(parser.rounds * (100 if request.config.getoption("--long") else 1)):
-        data = damaged(rng, parser.sound)
+        data = corrupt(rng, parser.sound)
         try:
             parser.read(data, tmp_path) if parser.files else parser.read(data)  # type: ignore[call-arg]
         except parser.refuses:
@@ -397,7 +397,7 @@ def test_any_archive(request: pytest.FixtureRequest, tmp_path: Path) -> None:
     sound, rng = archives(tmp_path), random.Random(0)
     read_archive(sound[0], tmp_path)
     for _ in range(10_000 if request.config.getoption("--long") else 150):
-        data = damaged(rng, sound)
+        data = corrupt(rng, sound)
         if data == sound[0]:
             continue
         with pytest.raises(StoreError, match="archive"):

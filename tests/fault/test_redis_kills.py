@@ -17,8 +17,8 @@ from kvcache.settings.tiers import RedisSettings
 from kvcache.tier.redis import RedisTier
 from kvcache.tier.redis.keys import KeyNames
 from kvcache.tier.tier import Outcome
-from tests.peer.fleet import until
-from tests.peer.server import MISSING, Server
+from tests.peer.redis_server import MISSING, RedisServer
+from tests.peer.redis_topology import until
 from tests.tier.blocks import buffer, chain, holds, record
 
 pytestmark = pytest.mark.skipif(bool(MISSING), reason=MISSING)
@@ -45,13 +45,13 @@ while True:
 
 
 @pytest.fixture
-def server() -> Iterator[Server]:
-    server = Server()
+def server() -> Iterator[RedisServer]:
+    server = RedisServer()
     yield server
     server.end()
 
 
-def killed(server: Server, after_s: float) -> None:
+def killed(server: RedisServer, after_s: float) -> None:
     """Two writers at once, killed so many seconds after the first key is there."""
     command = [sys.executable, "-c", WRITER, server.unix]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
@@ -74,7 +74,7 @@ def killed(server: Server, after_s: float) -> None:
             writer.stdout.close()
 
 
-def test_writers_are_killed(server: Server, request: pytest.FixtureRequest) -> None:
+def test_writers_are_killed(server: RedisServer, request: pytest.FixtureRequest) -> None:
     names, chance = KeyNames("kvcache"), random.Random(1)
     blocks = chain(BLOCKS)
     tier = RedisTier(RedisSettings(url=server.unix, part_bytes=256 << 10, timeout_s=60))

@@ -1,6 +1,6 @@
 """The NVMe tier on a disk that lies, everything by a seed, against a plain dict; and tiers that are wrong, all found.
 
-A failing seed prints the line that plays it again: `Life(17, ops=200).live()`.
+A failing seed prints the line that plays it again: `NvmeSimulation(17, ops=200).run()`.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from kvcache.tier.nvme.index import Index
 from kvcache.tier.nvme.journal import Entry, Journal
 from kvcache.tier.nvme.segment import Segment
 from kvcache.tier.nvme.store import Store
-from tests.fault.disk import SimFile
-from tests.fault.life import Life
+from tests.fault.nvme_simulation import NvmeSimulation
+from tests.fault.simulated_disk import SimFile
 
 ROOT = Path(__file__).parents[2]
 PARTS = 20
@@ -38,15 +38,15 @@ PARTS = 20
 @pytest.mark.parametrize("part", range(PARTS))
 def test_a_life(part: int, request: pytest.FixtureRequest) -> None:
     for seed in range(part, 2000 if request.config.getoption("--long") else 200, PARTS):
-        Life(seed).live()
+        NvmeSimulation(seed).run()
 
 
 def test_a_seed_plays_the_same_again() -> None:
     """In another process too, where sets of bytes and of objects have another order."""
     code = (
-        "from tests.fault.life import Life\n"
+        "from tests.fault.nvme_simulation import NvmeSimulation\n"
         "for seed in range(12):\n"
-        "    life = Life(seed); life.live()\n"
+        "    life = NvmeSimulation(seed); life.run()\n"
         "    print(seed, life.disk.steps, life.chance.random(), life.scheduler.seconds, life.tier.counters)"
     )
     runs = [
@@ -253,7 +253,7 @@ def test_a_wrong_tier_is_found(name: str) -> None:
     with broken(name) as lives:
         for seed in range(150):
             try:
-                Life(random.Random(seed).randrange(1 << 30), **lives).live()
+                NvmeSimulation(random.Random(seed).randrange(1 << 30), **lives).run()
             except Exception:  # noqa: BLE001  a wrong byte, a loss, a leak, or a fault in the broken code itself
                 return
     pytest.fail(f"no life shows that {name.replace('_', ' ')}")

@@ -1,4 +1,4 @@
-"""A real server for each test of the fleet, emptied before it, and boards on it."""
+"""A real server for each test of the fleet, emptied before it, and make_coordination on it."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ import pytest
 
 from kvcache.fleet.coordination import Coordination
 from kvcache.settings.tiers import RedisSettings
-from tests.peer.server import MISSING, Server, empty
+from tests.peer.redis_server import MISSING, RedisServer, empty
 
 
 @pytest.fixture
-def server(tmp_path: Path) -> Server:
+def server(tmp_path: Path) -> RedisServer:
     if MISSING:
         pytest.skip(MISSING)
     return empty(tmp_path)
 
 
 @pytest.fixture
-def boards(server: Server) -> Iterator[Callable[[], Coordination]]:
+def make_coordination(server: RedisServer) -> Iterator[Callable[[], Coordination]]:
     made: list[Coordination] = []
 
     def make() -> Coordination:
@@ -33,5 +33,5 @@ def boards(server: Server) -> Iterator[Callable[[], Coordination]]:
 
 
 @pytest.fixture
-def coordination(boards: Callable[[], Coordination]) -> Coordination:
-    return boards()
+def coordination(make_coordination: Callable[[], Coordination]) -> Coordination:
+    return make_coordination()

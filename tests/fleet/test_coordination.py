@@ -12,8 +12,8 @@ from redis.crc import key_slot
 from kvcache.fleet.coordination import Coordination, LeaseResult, PromptLease
 from kvcache.fleet.popularity import Popularity
 from kvcache.settings.tiers import RedisSettings
-from tests.peer.fleet import Cluster
-from tests.peer.server import MISSING, Server
+from tests.peer.redis_server import MISSING, RedisServer
+from tests.peer.redis_topology import Cluster
 
 pytestmark = pytest.mark.skipif(bool(MISSING), reason=MISSING)
 
@@ -21,7 +21,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "operations.md"
 
 
 @pytest.mark.parametrize("lines", [1, 2], ids=["a user for records", "and for warming up"])
-def test_the_rights_that_the_page_names_are_enough(server: Server, tmp_path: Path, lines: int) -> None:
+def test_the_rights_that_the_page_names_are_enough(server: RedisServer, tmp_path: Path, lines: int) -> None:
     rights = [line.split() for line in re.findall(r"^ *ACL SETUSER engine (.*)$", PAGE.read_text(), re.MULTILINE)]
     assert len(rights) == 2
     (tmp_path / "password").write_text("PASSWORD")

@@ -9,24 +9,24 @@ import pytest
 
 from kvcache.fleet.coordination import Coordination, LeaseResult, PromptLease
 from kvcache.settings.tiers import RedisSettings
-from tests.peer.fleet import Cluster, until
-from tests.peer.server import MISSING, Server
+from tests.peer.redis_server import MISSING, RedisServer
+from tests.peer.redis_topology import Cluster, until
 
 pytestmark = pytest.mark.skipif(bool(MISSING), reason=MISSING)
 
 
-def test_one_has_it_and_the_others_do_not(boards: Callable[[], Coordination]) -> None:
-    one, two = (PromptLease(boards(), "d") for _ in range(2))
+def test_one_has_it_and_the_others_do_not(make_coordination: Callable[[], Coordination]) -> None:
+    one, two = (PromptLease(make_coordination(), "d") for _ in range(2))
     assert one.acquire() is LeaseResult.ACQUIRED
     assert two.acquire() is LeaseResult.HELD_ELSEWHERE
     assert one.renew()
     assert one.mark_stored()
     assert two.acquire() is LeaseResult.STORED
-    assert PromptLease(boards(), "another").acquire() is LeaseResult.ACQUIRED
+    assert PromptLease(make_coordination(), "another").acquire() is LeaseResult.ACQUIRED
 
 
-def test_given_up_it_is_the_next_ones(boards: Callable[[], Coordination]) -> None:
-    one, two = (PromptLease(boards(), "d") for _ in range(2))
+def test_given_up_it_is_the_next_ones(make_coordination: Callable[[], Coordination]) -> None:
+    one, two = (PromptLease(make_coordination(), "d") for _ in range(2))
     assert one.acquire() is LeaseResult.ACQUIRED
     assert one.release()
     assert two.acquire() is LeaseResult.ACQUIRED
@@ -36,9 +36,9 @@ def test_given_up_it_is_the_next_ones(boards: Callable[[], Coordination]) -> Non
 
 
 def test_a_node_that_sleeps_through_its_lease_cannot_speak_for_the_next(
-    server: Server, boards: Callable[[], Coordination]
+    server: RedisServer, make_coordination: Callable[[], Coordination]
 ) -> None:
-    one, two = PromptLease(boards(), "d", lease_s=0.02), PromptLease(boards(), "d")
+    one, two = PromptLease(make_coordination(), "d", lease_s=0.02), PromptLease(make_coordination(), "d")
     assert one.acquire() is LeaseResult.ACQUIRED
     until(lambda: two.acquire() is LeaseResult.ACQUIRED, "the lease is over")
     assert not one.renew()
@@ -48,8 +48,10 @@ def test_a_node_that_sleeps_through_its_lease_cannot_speak_for_the_next(
     assert {int(server.client.pttl(key)) > 0 for key in server.client.scan_iter()} == {True}, "nothing is left for ever"
 
 
-def test_it_is_kept_while_the_work_takes_its_time(server: Server, boards: Callable[[], Coordination]) -> None:
-    one, two = PromptLease(boards(), "d", lease_s=60, renew_s=0.01), PromptLease(boards(), "d")
+def test_it_is_kept_while_the_work_takes_its_time(
+    server: RedisServer, make_coordination: Callable[[], Coordination]
+) -> None:
+    one, two = PromptLease(make_coordination(), "d", lease_s=60, renew_s=0.01), PromptLease(make_coordination(), "d")
     assert one.acquire() is LeaseResult.ACQUIRED
     (held,) = server.client.keys("*:lease")
     with one.keep_renewed():
@@ -61,16 +63,16 @@ def test_it_is_kept_while_the_work_takes_its_time(server: Server, boards: Callab
     assert two.acquire() is LeaseResult.STORED
 
 
-def test_work_that_fails_gives_it_up(boards: Callable[[], Coordination]) -> None:
-    one, two = (PromptLease(boards(), "d") for _ in range(2))
+def test_work_that_fails_gives_it_up(make_coordination: Callable[[], Coordination]) -> None:
+    one, two = (PromptLease(make_coordination(), "d") for _ in range(2))
     assert one.acquire() is LeaseResult.ACQUIRED
     with pytest.raises(ZeroDivisionError), one.keep_renewed():
         _ = 1 / 0
     assert two.acquire() is LeaseResult.ACQUIRED
 
 
-def test_many_at_once_one_gets_it(boards: Callable[[], Coordination]) -> None:
-    leases = [PromptLease(boards(), "d") for _ in range(8)]
+def test_many_at_once_one_gets_it(make_coordination: Callable[[], Coordination]) -> None:
+    leases = [PromptLease(make_coordination(), "d") for _ in range(8)]
     gate, turns = threading.Barrier(8), []
 
     def ask(lease: PromptLease) -> None:

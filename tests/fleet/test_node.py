@@ -12,9 +12,9 @@ import pytest
 import kvcache
 from kvcache.errors import ConfigError
 from kvcache.fleet.popularity import HALF_LIFE_S
-from tests.contract.caches import FULL, HYBRID, Engine, bind, store
-from tests.peer.fleet import until
-from tests.peer.server import Server
+from tests.contract.fake_engine import FULL, HYBRID, Engine, bind, store
+from tests.peer.redis_server import RedisServer
+from tests.peer.redis_topology import until
 
 KIB = 1 << 10
 BLOCK = FULL.block_tokens
@@ -22,7 +22,7 @@ PROMPTS = [[1000 * p + t for t in range(8 * BLOCK)] for p in range(4)]
 
 
 @pytest.fixture
-def fleet(server: Server) -> Iterator[Any]:
+def fleet(server: RedisServer) -> Iterator[Any]:
     with ExitStack() as stack:
 
         def node(**warm: Any) -> Any:
@@ -47,7 +47,7 @@ def near(cache: Any, bound: Any, tokens: list[int]) -> int:
         return int(r.match(tokens).by_tier.get("host", 0))
 
 
-def heated(server: Server, *uses: int) -> None:
+def heated(server: RedisServer, *uses: int) -> None:
     """Wait until the fleet has received chains that were used so often: all of it, since a part would look alike."""
 
     def told() -> list[int]:
@@ -59,7 +59,7 @@ def heated(server: Server, *uses: int) -> None:
 
 
 @pytest.mark.parametrize("layout", [FULL, HYBRID], ids=["one group", "groups of three rules"])
-def test_what_one_node_uses_another_has_near(fleet: Any, server: Server, layout: Any) -> None:
+def test_what_one_node_uses_another_has_near(fleet: Any, server: RedisServer, layout: Any) -> None:
     first = fleet()
     bound, engine = bind(first, layout), Engine(layout)
     for prompt in PROMPTS:
@@ -82,7 +82,7 @@ def test_what_one_node_uses_another_has_near(fleet: Any, server: Server, layout:
     assert second.check() == []
 
 
-def test_what_was_fetched_is_what_was_stored(fleet: Any, server: Server) -> None:
+def test_what_was_fetched_is_what_was_stored(fleet: Any, server: RedisServer) -> None:
     first = fleet()
     bound, engine = bind(first), Engine(FULL)
     engine.fill(7, list(range(8)))
@@ -104,7 +104,7 @@ def test_what_was_fetched_is_what_was_stored(fleet: Any, server: Server) -> None
     assert [engine.block(page) for page in range(8)] == expected
 
 
-def test_a_limit_on_bytes_keeps_the_head(fleet: Any, server: Server) -> None:
+def test_a_limit_on_bytes_keeps_the_head(fleet: Any, server: RedisServer) -> None:
     first = fleet()
     bound, engine = bind(first), Engine(FULL)
     for prompt in PROMPTS:
@@ -120,7 +120,7 @@ def test_a_limit_on_bytes_keeps_the_head(fleet: Any, server: Server) -> None:
     assert sorted(near(second, mine, prompt) for prompt in PROMPTS) == [0, 0, 8, 8]
 
 
-def test_an_operator_asks_for_it(fleet: Any, server: Server) -> None:
+def test_an_operator_asks_for_it(fleet: Any, server: RedisServer) -> None:
     first, second = fleet(), fleet()
     bound, engine = bind(first), Engine(FULL)
     store(bound, engine, PROMPTS[0], list(range(8)))
@@ -139,7 +139,7 @@ def test_an_operator_asks_for_it(fleet: Any, server: Server) -> None:
     assert near(second, mine, PROMPTS[0]) == 8
 
 
-def test_chains_that_left_the_server_are_no_fault(fleet: Any, server: Server) -> None:
+def test_chains_that_left_the_server_are_no_fault(fleet: Any, server: RedisServer) -> None:
     first = fleet(heat=True)
     bound, engine = bind(first), Engine(FULL)
     store(bound, engine, PROMPTS[0], list(range(8)))
@@ -155,7 +155,7 @@ def test_chains_that_left_the_server_are_no_fault(fleet: Any, server: Server) ->
     assert (told["chains"], told["whole"], told["blocks"], told["fault"]) == (1, 0, 0, "")
 
 
-def test_the_limit_is_of_all_namespaces_together(fleet: Any, server: Server) -> None:
+def test_the_limit_is_of_all_namespaces_together(fleet: Any, server: RedisServer) -> None:
     first, engine = fleet(), Engine(FULL)
     for revision in "ab":
         bound = bind(first, revision=revision)
@@ -171,7 +171,7 @@ def test_the_limit_is_of_all_namespaces_together(fleet: Any, server: Server) -> 
     assert [near(second, bound, PROMPTS[0]) for bound in both] == [8, 0]
 
 
-def test_erasing_a_namespace_erases_what_was_counted_of_it(fleet: Any, server: Server) -> None:
+def test_erasing_a_namespace_erases_what_was_counted_of_it(fleet: Any, server: RedisServer) -> None:
     cache, engine = fleet(), Engine(FULL)
     spaces = [bind(cache, cache_salt=salt) for salt in "ab"]
     for bound in spaces:
@@ -205,7 +205,7 @@ def test_a_server_that_is_away_delays_no_node(caplog: pytest.LogCaptureFixture) 
         assert cache.control_handlers["warm"]({})["fault"]  # type: ignore[attr-defined]
 
 
-def test_readiness_waits_no_longer_than_it_may(fleet: Any, server: Server) -> None:
+def test_readiness_waits_no_longer_than_it_may(fleet: Any, server: RedisServer) -> None:
     cache = fleet(hot=1, before_ready=True, deadline_s=0.2)
     server.pause()
     try:
@@ -215,7 +215,7 @@ def test_readiness_waits_no_longer_than_it_may(fleet: Any, server: Server) -> No
         server.go_on()
 
 
-def test_heat_may_be_off(fleet: Any, server: Server) -> None:
+def test_heat_may_be_off(fleet: Any, server: RedisServer) -> None:
     first = fleet(heat=False)
     bound, engine = bind(first), Engine(FULL)
     store(bound, engine, PROMPTS[0], list(range(8)))

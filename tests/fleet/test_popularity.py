@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 
 from kvcache.fleet.coordination import Coordination
 from kvcache.fleet.popularity import MAX_CHAIN_BLOCKS, Popularity
-from tests.peer.server import Server
+from tests.peer.redis_server import RedisServer
 
 HALF_LIFE_S = 100.0
 START_S = 1_800_000_000.0  # what a wall clock says
@@ -24,9 +24,11 @@ def chain(number: int, blocks: int = 3) -> bytes:
 
 @settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(uses=st.lists(st.tuples(st.integers(0, 9), st.integers(1, 5), st.integers(0, 120)), max_size=40))
-def test_the_order_is_that_of_decayed_counts(boards: Callable[[], Coordination], server: Server, uses: Any) -> None:
+def test_the_order_is_that_of_decayed_counts(
+    make_coordination: Callable[[], Coordination], server: RedisServer, uses: Any
+) -> None:
     server.client.flushall()
-    heat, now = Popularity(boards(), half_life_s=HALF_LIFE_S), START_S
+    heat, now = Popularity(make_coordination(), half_life_s=HALF_LIFE_S), START_S
     counts: dict[int, list[tuple[int, float]]] = {}
     for number, count, later_s in uses:
         now += later_s
@@ -42,7 +44,7 @@ def test_the_order_is_that_of_decayed_counts(boards: Callable[[], Coordination],
         assert math.isclose(decayed, worth[member[0]], rel_tol=1e-4)
 
 
-def test_the_coldest_goes_with_its_chain(coordination: Coordination, server: Server) -> None:
+def test_the_coldest_goes_with_its_chain(coordination: Coordination, server: RedisServer) -> None:
     heat = Popularity(coordination, half_life_s=HALF_LIFE_S, chains=3)
     for number, uses in ((1, 5), (2, 1), (3, 4), (4, 9), (5, 2)):
         heat.add(b"n" * 32, chain(number), uses, START_S)
@@ -68,7 +70,7 @@ def test_chains_are_bounded_and_namespaces_apart(coordination: Coordination) -> 
     assert heat.hottest(b"o" * 32, 5) == []
 
 
-def test_nonsense_in_the_server_is_left_out(coordination: Coordination, server: Server) -> None:
+def test_nonsense_in_the_server_is_left_out(coordination: Coordination, server: RedisServer) -> None:
     heat = Popularity(coordination)
     heat.add(b"n" * 32, chain(1), 9, START_S)
     heat.add(b"n" * 32, chain(2), 5, START_S)

@@ -13,7 +13,7 @@ from kvcache.fleet.coordination import Coordination, LeaseResult, PromptLease
 from kvcache.fleet.warm import EngineError, NodeCallbacks, PrefillUsage, Prompt, WarmLimits, WarmUp
 from kvcache.os_env import OsEnv
 from kvcache.settings.tiers import RedisSettings
-from tests.peer.server import MISSING, Server
+from tests.peer.redis_server import MISSING, RedisServer
 
 pytestmark = pytest.mark.skipif(bool(MISSING), reason=MISSING)
 
@@ -67,9 +67,9 @@ def whats(work: WarmUp) -> list[str]:
     return [step.what for step in sorted(work.steps, key=lambda step: step.number)]
 
 
-def test_three_nodes_compute_each_prompt_once(boards: Callable[[], Coordination]) -> None:
+def test_three_nodes_compute_each_prompt_once(make_coordination: Callable[[], Coordination]) -> None:
     fleet = Fleet()
-    works = [warm(Node(fleet), boards()) for _ in range(3)]
+    works = [warm(Node(fleet), make_coordination()) for _ in range(3)]
     threads = [work.start() for work in works]
     for thread in threads:
         thread.join(60)
@@ -83,19 +83,19 @@ def test_three_nodes_compute_each_prompt_once(boards: Callable[[], Coordination]
     assert {each["waiting"] for each in counts} == {0}
 
 
-def test_a_node_that_dies_is_replaced(boards: Callable[[], Coordination]) -> None:
+def test_a_node_that_dies_is_replaced(make_coordination: Callable[[], Coordination]) -> None:
     """Its lease goes by itself, since no node renews it."""
-    dead = PromptLease(boards(), PROMPTS[2].digest("m"), lease_s=0.05)
+    dead = PromptLease(make_coordination(), PROMPTS[2].digest("m"), lease_s=0.05)
     assert dead.acquire() is LeaseResult.ACQUIRED
     fleet = Fleet()
-    work = warm(Node(fleet), boards())
+    work = warm(Node(fleet), make_coordination())
     work.run()
     assert whats(work) == ["computed"] * 6
     assert not dead.mark_stored()
 
 
-def test_while_another_computes_one_the_rest_goes_on(boards: Callable[[], Coordination]) -> None:
-    other = PromptLease(boards(), PROMPTS[0].digest("m"))
+def test_while_another_computes_one_the_rest_goes_on(make_coordination: Callable[[], Coordination]) -> None:
+    other = PromptLease(make_coordination(), PROMPTS[0].digest("m"))
     assert other.acquire() is LeaseResult.ACQUIRED
     fleet, order = Fleet(), []
 
@@ -105,23 +105,23 @@ def test_while_another_computes_one_the_rest_goes_on(boards: Callable[[], Coordi
             fleet.stored.add(PROMPTS[0].content)
             assert other.mark_stored()
 
-    work = warm(Node(fleet), boards(), on_result=tell)
+    work = warm(Node(fleet), make_coordination(), on_result=tell)
     work.run()
     assert order == [1, 2, 3, 4, 5, 0]
     assert whats(work) == ["fetched", *["computed"] * 5]
 
 
-def test_what_did_not_reach_the_fleet_is_not_said_to_be_there(boards: Callable[[], Coordination]) -> None:
+def test_what_did_not_reach_the_fleet_is_not_said_to_be_there(make_coordination: Callable[[], Coordination]) -> None:
     fleet = Fleet()
-    first = warm(Node(fleet), boards(), settle=lambda: False)
+    first = warm(Node(fleet), make_coordination(), settle=lambda: False)
     first.run()
     assert {step.why for step in first.steps} == {"the computed blocks did not reach the fleet in time"}
-    second = warm(Node(fleet), boards())
+    second = warm(Node(fleet), make_coordination())
     second.run()
     assert whats(second) == ["computed"] * 6
 
 
-def test_without_a_server_each_is_alone(boards: Callable[[], Coordination]) -> None:
+def test_without_a_server_each_is_alone(make_coordination: Callable[[], Coordination]) -> None:
     away = Coordination(RedisSettings(enabled=True, url="redis://127.0.0.1:1/0", timeout_s=0.2))
     for coordination in (None, away):
         work = warm(Node(Fleet()), coordination)
@@ -130,7 +130,9 @@ def test_without_a_server_each_is_alone(boards: Callable[[], Coordination]) -> N
     away.close()
 
 
-def test_an_engine_that_refuses_or_is_gone_fails_a_prompt_and_no_more(boards: Callable[[], Coordination]) -> None:
+def test_an_engine_that_refuses_or_is_gone_fails_a_prompt_and_no_more(
+    make_coordination: Callable[[], Coordination],
+) -> None:
     class Refusing(Node):
         def prefill(self, prompt: Prompt) -> PrefillUsage:
             if prompt.content in ("prompt 1", "prompt 4"):
@@ -138,47 +140,49 @@ def test_an_engine_that_refuses_or_is_gone_fails_a_prompt_and_no_more(boards: Ca
             return super().prefill(prompt)
 
     fleet = Fleet()
-    work = warm(Refusing(fleet), boards())
+    work = warm(Refusing(fleet), make_coordination())
     work.run()
     assert whats(work) == ["computed", "failed", "computed", "computed", "failed", "computed"]
     assert [step.why for step in work.steps if step.what == "failed"] == ["too long", "gone"]
-    another = warm(Node(fleet), boards())
+    another = warm(Node(fleet), make_coordination())
     another.run()
     assert whats(another) == ["fetched", "computed", "fetched", "fetched", "computed", "fetched"]
 
 
-def test_a_defect_ends_it_and_it_is_ready(boards: Callable[[], Coordination]) -> None:
+def test_a_defect_ends_it_and_it_is_ready(make_coordination: Callable[[], Coordination]) -> None:
     class Broken(Node):
         def prefill(self, prompt: Prompt) -> PrefillUsage:
             raise ZeroDivisionError
 
-    work = warm(Broken(Fleet()), boards())
+    work = warm(Broken(Fleet()), make_coordination())
     work.run()
     assert work.ready
     assert work.counts["waiting"] == 6
-    assert PromptLease(boards(), PROMPTS[0].digest("m")).acquire() is LeaseResult.ACQUIRED, "the lease was given up"
+    assert PromptLease(make_coordination(), PROMPTS[0].digest("m")).acquire() is LeaseResult.ACQUIRED, (
+        "the lease was given up"
+    )
 
 
-def test_limits_on_bytes_and_on_time(boards: Callable[[], Coordination]) -> None:
+def test_limits_on_bytes_and_on_time(make_coordination: Callable[[], Coordination]) -> None:
     node = Node(Fleet())
-    work = warm(node, boards(), used_bytes=lambda: 100 * node.asked, max_bytes=250)
+    work = warm(node, make_coordination(), used_bytes=lambda: 100 * node.asked, max_bytes=250)
     work.run()
     assert whats(work) == ["computed"] * 3 + ["left"] * 3
-    late = warm(Node(Fleet()), boards(), patience_s=0.0)
+    late = warm(Node(Fleet()), make_coordination(), patience_s=0.0)
     late.run()
     assert whats(late) == ["left"] * 6
 
 
-def test_stopped_it_ends_behind_the_prompt_under_way(boards: Callable[[], Coordination]) -> None:
+def test_stopped_it_ends_behind_the_prompt_under_way(make_coordination: Callable[[], Coordination]) -> None:
     work: list[WarmUp] = []
     node = Node(Fleet())
-    work.append(warm(node, boards(), on_result=lambda step: work[0].stop()))
+    work.append(warm(node, make_coordination(), on_result=lambda step: work[0].stop()))
     work[0].run()
     assert (node.asked, work[0].ready) == (1, True)
 
 
 def test_a_server_that_goes_in_the_middle_leaves_each_alone() -> None:
-    server = Server()
+    server = RedisServer()
     coordination = Coordination(RedisSettings(enabled=True, url=server.tcp, timeout_s=20))
     try:
         work = warm(Node(Fleet()), coordination, on_result=lambda step: server.stop() if step.number == 2 else None)
@@ -190,7 +194,7 @@ def test_a_server_that_goes_in_the_middle_leaves_each_alone() -> None:
 
 
 def test_a_server_that_hangs_midway_delays_no_node_for_long() -> None:
-    server = Server()
+    server = RedisServer()
     coordination = Coordination(RedisSettings(enabled=True, url=server.tcp, timeout_s=3))
     try:
         work = warm(Node(Fleet()), coordination, on_result=lambda step: server.pause() if step.number == 2 else None)

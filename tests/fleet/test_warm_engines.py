@@ -16,9 +16,9 @@ from typing import Any
 import pytest
 
 from kvcache.daemon.client.control import send_command
-from tests.engine import tiny
-from tests.peer.fleet import until
-from tests.peer.server import MISSING, Server
+from tests.engine import tiny_model
+from tests.peer.redis_server import MISSING, RedisServer
+from tests.peer.redis_topology import until
 
 pytestmark = pytest.mark.skipif(bool(MISSING), reason=MISSING)
 
@@ -36,7 +36,7 @@ BOOT = "What is near when a node begins. " * 6
 class Node:
     """`kvcache serve` of the tiny model, with a directory of sockets of its own, as a host would have."""
 
-    def __init__(self, model: str, server: Server, place: Path, warm: Path) -> None:
+    def __init__(self, model: str, server: RedisServer, place: Path, warm: Path) -> None:
         place.mkdir(mode=0o700)
         self.settings = place / "kvcache.toml"
         self.settings.write_text(f"""
@@ -90,17 +90,17 @@ class Node:
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[Server]:
-    server = Server("--maxmemory", "256mb")
+def server() -> Iterator[RedisServer]:
+    server = RedisServer("--maxmemory", "256mb")
     yield server
     server.end()
 
 
 @pytest.fixture(scope="module")
-def nodes(server: Server, tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Node]]:
+def nodes(server: RedisServer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Node]]:
     """Three that boot at once, each to be ready when the same prefix is near."""
     place = tmp_path_factory.mktemp("fleet")
-    model = tiny.make(place / "model")
+    model = tiny_model.make(place / "model")
     (place / "warm.jsonl").write_text(f"{json.dumps(BOOT)}\n")
     started: list[Node] = []
     try:
@@ -130,7 +130,7 @@ def answers(node: Node, path: str) -> tuple[int, Any]:
 
 
 @pytest.fixture(scope="module")
-def booted(nodes: list[Node], server: Server) -> tuple[int, list[int]]:
+def booted(nodes: list[Node], server: RedisServer) -> tuple[int, list[int]]:
     """How many blocks the server has, and how many each node stored, when all are ready and no request has come yet."""
     for node in nodes:
         until(lambda node=node: answers(node, "/readyz") == (200, {"ready": True}), "it is ready", 120)

@@ -16,7 +16,7 @@ cupy = pytest.importorskip("cupy", reason="no CuPy: pip install 'kvcache-tiers[c
 
 
 @dataclass
-class Board:
+class GpuPages:
     """The memory of an engine of the CPU tests, on the device; what the tests expect is worked out in the first."""
 
     e: Engine
@@ -24,7 +24,7 @@ class Board:
     pages: GroupPages
 
     @classmethod
-    def of(cls, e: Engine, device: int = 0) -> Board:
+    def of(cls, e: Engine, device: int = 0) -> GpuPages:
         memory = cupy.asarray(e.memory)
         moved = e.pages.bases.astype(np.int64) - e.memory.ctypes.data + memory.data.ptr
         pages = replace(e.pages, bases=moved.astype(np.uint64), device=f"cuda:{device}", owner=memory)
@@ -46,7 +46,7 @@ extern "C" __global__ void stand(volatile int* gate, long long most_ns) {
 """
 
 
-class Gate:
+class StreamGate:
     """Holds a stream until it is opened, for ten seconds at most so that a test that is wrong ends."""
 
     def __init__(self) -> None:

@@ -17,7 +17,7 @@ from kvcache.codec.quantised import narrow
 from kvcache.transfer.cpu import CpuCopier
 from kvcache.transfer.cuda.copier import CopyPath, CudaCopier
 from kvcache.transfer.cuda.quantise import Format, QuantisedPages
-from tests.gpu.board import Board, Gate, cupy
+from tests.gpu.gpu_pages import GpuPages, StreamGate, cupy
 from tests.transfer.test_copier import FUSED, HND, NHD, WHOLE_PAGE, Engine, buffers_for, engine, engines
 
 pytestmark = pytest.mark.gpu
@@ -49,7 +49,7 @@ def fresh() -> int:
 
 def check(copier: CudaCopier, e: Engine, ids: list[int], shift: int, *, pinned: bool = True) -> None:
     """A gather into poisoned buffers, then a scatter of random bytes, beside what numpy makes of them."""
-    board = Board.of(e)
+    board = GpuPages.of(e)
     whole, buffers = buffers_for([e.pages.block_bytes] * len(ids), shift)
     expected_whole, expected = buffers_for([e.pages.block_bytes] * len(ids), shift)
     for page, buffer in zip(ids, expected, strict=True):
@@ -97,7 +97,7 @@ def test_the_same_bytes_as_the_cpu(copier: CudaCopier) -> None:
     """Blocks of 2 MiB, as large models have them, by the compiled copier of the processor and by this one."""
     layout = KVLayout.mha(layers=32, kv_heads=8, head_dim=128)
     e = engine(layout, 0, layout.whole[0], 20, axes=HND, apart=("layer",), seed=fresh())
-    board, ids = Board.of(e), [3, 17, 0, 11]
+    board, ids = GpuPages.of(e), [3, 17, 0, 11]
     ours, theirs = (np.full(len(ids) * e.pages.block_bytes, 0xA5, np.uint8) for _ in range(2))
     views = [[memoryview(a)[i * len(a) // 4 : (i + 1) * len(a) // 4] for i in range(4)] for a in (ours, theirs)]
     copier.pinned.add(memoryview(ours))
@@ -121,7 +121,7 @@ def test_quantised(copier: CudaCopier, form: Format, dtype: str, head_dim: int) 
     values = rng.standard_normal(count) * np.exp2(rng.integers(-most, most, -(-count // 64)).repeat(64)[:count])
     words = narrow(values.astype(np.float32), dtype).view(np.uint8)
     e.memory[: len(words)] = words
-    board, ids = Board.of(e), [4, 0, 3]
+    board, ids = GpuPages.of(e), [4, 0, 3]
     quantised, twin = QuantisedPages(form, board.pages), codec(form)
     whole, buffers = buffers_for([quantised.payload_bytes] * 3, 16)
     copier.pinned.add(memoryview(whole))
@@ -142,7 +142,7 @@ def test_quantised(copier: CudaCopier, form: Format, dtype: str, head_dim: int) 
 
 @given(data=st.data(), e=engines())
 def test_pages_within_the_pool(made: CudaCopier, data: st.DataObject, e: Engine) -> None:
-    board = Board.of(e)
+    board = GpuPages.of(e)
     ids = data.draw(st.permutations(range(e.pages.pages)))
     half = len(ids) // 2
     for source, target in zip(ids[:half], ids[half:], strict=False):
@@ -158,10 +158,10 @@ class TestOrder:
     @pytest.fixture
     def held(self, copier: CudaCopier) -> Iterator[tuple[Any, Any, Any, list[memoryview]]]:
         layout = KVLayout.mha(layers=8, kv_heads=8, head_dim=128)
-        board = Board.of(engine(layout, 0, layout.whole[0], 16, axes=NHD))
+        board = GpuPages.of(engine(layout, 0, layout.whole[0], 16, axes=NHD))
         whole, buffers = buffers_for([board.pages.block_bytes] * 8, 16)
         copier.pinned.add(memoryview(whole))
-        gate, opened, compute = Gate(), Gate(), cupy.cuda.Stream(non_blocking=True)
+        gate, opened, compute = StreamGate(), StreamGate(), cupy.cuda.Stream(non_blocking=True)
         # What is compiled, loaded or allocated for the first time may wait for all that runs: not behind the gate then.
         assert copier.gather(board.pages, range(8), buffers).wait(60)
         assert copier.scatter(board.pages, range(8), buffers).wait(60)

@@ -9,10 +9,12 @@ from tempfile import TemporaryDirectory
 import numpy as np
 import pytest
 
-from tests.gpu.board import cupy
+from tests.gpu.gpu_pages import cupy
 
-house_of = pytest.importorskip("tests.daemon.house", exc_type=ImportError)  # where only the copies' own needs are there
-caches = pytest.importorskip("tests.contract.caches", exc_type=ImportError)
+daemon_process = pytest.importorskip(
+    "tests.daemon.daemon_process", exc_type=ImportError
+)  # where only the copies' own needs are there
+fake_engine = pytest.importorskip("tests.contract.fake_engine", exc_type=ImportError)
 
 pytestmark = pytest.mark.gpu
 
@@ -21,16 +23,16 @@ BLOCKS = list(range(32))
 
 
 def test_records_move_between_a_gpu_and_the_memory_of_a_daemon() -> None:
-    e = caches.Engine(house_of.LAYOUT)
+    e = fake_engine.Engine(daemon_process.LAYOUT)
     e.fill(7, BLOCKS)
     there = [cupy.asarray(layer) for layer in e.memory[0]]
     bases = [[on.data.ptr + kv * on.strides[0] for kv in range(2)] for on in there]
     pages = [replace(e.described[0], bases=np.array(bases, np.uint64), device="cuda:0", owner=there)]
     with TemporaryDirectory(prefix="kv-") as place:
-        house = house_of.House(Path(place)).start()
+        daemon = daemon_process.DaemonProcess(Path(place)).start()
         try:
-            with house.open() as cache:
-                bound = house_of.bound_to(cache)
+            with daemon.open() as cache:
+                bound = daemon_process.bound_to(cache)
                 for _ in range(2):  # at first what is mapped may not be pinned yet, then it is
                     with bound.request() as r:
                         r.match(TOKENS)
@@ -44,4 +46,4 @@ def test_records_move_between_a_gpu_and_the_memory_of_a_daemon() -> None:
                     for layer, on in zip(e.memory[0], there, strict=True):
                         np.testing.assert_array_equal(cupy.asnumpy(on)[:, BLOCKS], layer[:, BLOCKS])
         finally:
-            house.close()
+            daemon.close()

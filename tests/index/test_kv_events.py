@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 import kvcache
-from tests.contract.caches import FULL, HYBRID, Engine, MiB, bind, store
+from tests.contract.fake_engine import FULL, HYBRID, Engine, MiB, bind, store
 
 
 def played(changes: Any, there: dict[str, set[tuple[int, bytes]]]) -> None:

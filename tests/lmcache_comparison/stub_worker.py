@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 
-from versus.worker import serve
+from lmcache_comparison.worker_loop import serve
 
 
 class Stub:

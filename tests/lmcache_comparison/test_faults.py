@@ -1,4 +1,4 @@
-"""The faults of `vs_lmcache --truth`: what a liar is called, and that we are none."""
+"""`vs_lmcache --faults`: a wrong answer is reported, and kvcache gives none."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from versus import truth
-from versus.ours import Ours
-from versus.side import LostError
-from versus.truth import TOKENS, Answer, faults
+from lmcache_comparison import faults as fault_runs
+from lmcache_comparison.faults import TOKENS, Answer, faults
+from lmcache_comparison.kvcache_worker import KVCacheWorker
+from lmcache_comparison.worker_process import WorkerLostError
 
-from tests.peer.server import MISSING
+from tests.peer.redis_server import MISSING
 
 
 class InProcess:
     def __init__(self) -> None:
-        self._ours = Ours()
+        self._ours = KVCacheWorker()
 
     def ask(self, verb: str, **arguments: Any) -> Any:
         return getattr(self._ours, verb)(**arguments)
@@ -35,7 +35,7 @@ class Liar:
         if verb == "files":
             return []
         if verb == "retrieve" and self._full:
-            raise LostError("no answer in 1 s", "")
+            raise WorkerLostError("no answer in 1 s", "")
         return {"hits": TOKENS, "wrong": TOKENS} if verb == "retrieve" else None
 
     def close(self) -> None:
@@ -45,7 +45,7 @@ class Liar:
 def test_we_answer_right_or_not_at_all_and_a_liar_is_called_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(truth, "_may_mount", lambda: True)
+    monkeypatch.setattr(fault_runs, "_may_mount", lambda: True)
 
     def start(name: str, words: Any) -> Any:
         return InProcess() if name == "ours" else Liar(full=bool(words))
@@ -79,5 +79,5 @@ def test_an_answer_in_words(answer: Answer, said: str) -> None:
 
 
 def test_what_cannot_be_tried_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(truth, "_may_mount", lambda: False)
-    assert truth._full(lambda *words: None, tmp_path).failed.startswith("not tried")
+    monkeypatch.setattr(fault_runs, "_may_mount", lambda: False)
+    assert fault_runs._full(lambda *words: None, tmp_path).failed.startswith("not tried")

@@ -7,22 +7,22 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from versus import figures
-from versus.figures import (
+from lmcache_comparison import measurements
+from lmcache_comparison.kvcache_worker import KVCacheWorker
+from lmcache_comparison.measurements import (
     Alternation,
     Sizes,
-    Wrong,
-    asking_redis,
-    beside,
-    matching,
-    through_disk,
-    through_host,
-    through_redis,
+    WrongResult,
+    measure_disk,
+    measure_host,
+    measure_match,
+    measure_memory,
+    measure_redis,
+    measure_redis_lookup,
 )
-from versus.ours import Ours
-from versus.work import SMALL
+from lmcache_comparison.workload import SMALL
 
-from tests.peer.server import MISSING, empty
+from tests.peer.redis_server import MISSING, empty
 
 SIZES = Sizes(match_tokens=4096, tokens=64, shape=SMALL, rounds=3, shared_tokens=64, records=64)
 ROWS = [
@@ -59,7 +59,7 @@ class Fixed:
             if "directory" in arguments:
                 Path(arguments["directory"]).mkdir()
         if verb == "store":
-            warm = 1 if arguments["seed"] >= figures.WARM else 100
+            warm = 1 if arguments["seed"] >= measurements.WARM else 100
             return {"stored_s": warm * s, "found_s": 2 * warm * s, "durable_s": 4 * warm * s}
         if verb == "retrieve":
             near = 0 if self._disk else SIZES.tokens
@@ -73,7 +73,7 @@ class InProcess:
     """Our side without a process of its own."""
 
     def __init__(self) -> None:
-        self._ours = Ours()
+        self._ours = KVCacheWorker()
 
     def ask(self, verb: str, **arguments: Any) -> Any:
         return getattr(self._ours, verb)(**arguments)
@@ -81,17 +81,17 @@ class InProcess:
 
 @pytest.fixture(autouse=True)
 def floors(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(figures, "copy_rate", lambda: 10e9)
-    monkeypatch.setattr(figures, "drive_rate", lambda directory: 2e9)
+    monkeypatch.setattr(measurements, "copy_rate", lambda: 10e9)
+    monkeypatch.setattr(measurements, "drive_rate", lambda directory: 2e9)
 
 
-def measure(ours: Any, theirs: Any, directory: Path) -> Sequence[figures.Figure]:
+def measure(ours: Any, theirs: Any, directory: Path) -> Sequence[measurements.Measurement]:
     turns = Alternation(ours, theirs)
     return [
-        *matching(turns, SIZES),
-        *through_host(turns, SIZES),
-        *through_disk(turns, SIZES, directory),
-        *beside(ours, dict.fromkeys(figures.STRUCTURES, theirs), SIZES),
+        *measure_match(turns, SIZES),
+        *measure_host(turns, SIZES),
+        *measure_disk(turns, SIZES, directory),
+        *measure_memory(ours, dict.fromkeys(measurements.STRUCTURES, theirs), SIZES),
     ]
 
 
@@ -113,7 +113,7 @@ def test_twice_as_fast_is_two_in_every_row(tmp_path: Path) -> None:
 
 def test_either_side_is_first_as_often(tmp_path: Path) -> None:
     asked: list[tuple[str, str]] = []
-    list(through_host(Alternation(Fixed("ours", 1, asked), Fixed("theirs", 1, asked)), SIZES))
+    list(measure_host(Alternation(Fixed("ours", 1, asked), Fixed("theirs", 1, asked)), SIZES))
     pairs = list(zip(asked[::2], asked[1::2], strict=True))
     assert all(one[1] == other[1] and one[0] != other[0] for one, other in pairs)
     firsts = [one[0] for one, _ in pairs]
@@ -124,14 +124,14 @@ def test_either_side_is_first_as_often(tmp_path: Path) -> None:
 @pytest.mark.parametrize("who", ["ours", "theirs"])
 def test_a_figure_of_a_wrong_answer_is_no_figure(who: str, instead: dict[str, int]) -> None:
     sides = [Fixed(name, 1, [], **(instead if name == who else {})) for name in ("ours", "theirs")]
-    with pytest.raises(Wrong, match=who):
-        list(through_host(Alternation(*sides), SIZES))
+    with pytest.raises(WrongResult, match=who):
+        list(measure_host(Alternation(*sides), SIZES))
 
 
 @pytest.mark.skipif(bool(MISSING), reason=MISSING)
 def test_our_side_does_it_through_a_server(tmp_path: Path) -> None:
     found = []
-    for measured in (through_redis, asking_redis):
+    for measured in (measure_redis, measure_redis_lookup):
         turns = Alternation(InProcess(), Fixed("theirs", 0.001, []))
         found += list(measured(turns, SIZES, empty(tmp_path / measured.__name__).unix))
         turns.ours.ask("close")

@@ -7,43 +7,43 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from versus.side import LostError, Side
+from lmcache_comparison.worker_process import WorkerLostError, WorkerProcess
 
-STUB = [sys.executable, str(Path(__file__).with_name("stub.py"))]
+STUB = [sys.executable, str(Path(__file__).with_name("stub_worker.py"))]
 
 
 @pytest.fixture
-def side(tmp_path: Path) -> Iterator[Side]:
-    with Side(STUB, tmp_path / "log", threads=3, timeout_s=60) as made:
+def side(tmp_path: Path) -> Iterator[WorkerProcess]:
+    with WorkerProcess(STUB, tmp_path / "log", threads=3, timeout_s=60) as made:
         yield made
 
 
-def test_answers_are_not_mixed_with_what_libraries_print(side: Side, tmp_path: Path) -> None:
+def test_answers_are_not_mixed_with_what_libraries_print(side: WorkerProcess, tmp_path: Path) -> None:
     assert side.ask("name") == "stub"
     assert side.ask("double", number=1.5) == 3.0
     side.close()
     assert "libraries print what they like" in (tmp_path / "log").read_text()
 
 
-def test_an_error_is_told_and_the_next_question_answered(side: Side) -> None:
+def test_an_error_is_told_and_the_next_question_answered(side: WorkerProcess) -> None:
     with pytest.raises(RuntimeError, match="fail: ValueError: no such thing"):
         side.ask("fail")
     assert side.ask("double", number=2) == 4
 
 
-def test_a_process_that_ends_is_lost(side: Side) -> None:
-    with pytest.raises(LostError) as raised:
+def test_a_process_that_ends_is_lost(side: WorkerProcess) -> None:
+    with pytest.raises(WorkerLostError) as raised:
         side.ask("leave")
     assert raised.value.what == "the process ended"
-    with pytest.raises(LostError):
+    with pytest.raises(WorkerLostError):
         side.ask("name")
 
 
 def test_a_process_that_does_not_answer_is_lost_and_ended(tmp_path: Path) -> None:
-    side = Side(STUB, tmp_path / "log", threads=1, timeout_s=60)
+    side = WorkerProcess(STUB, tmp_path / "log", threads=1, timeout_s=60)
     assert side.ask("name") == "stub"
     side._line.settimeout(0.1)
-    with pytest.raises(LostError) as raised:
+    with pytest.raises(WorkerLostError) as raised:
         side.ask("dawdle")
     assert raised.value.what == "no answer in 0.1 s"
     side.close()
@@ -55,7 +55,7 @@ def test_a_side_sees_no_settings_of_ours_and_the_threads_it_is_given(
 ) -> None:
     monkeypatch.setenv("KVCACHE_HOST__CAPACITY_BYTES", "1GiB")
     monkeypatch.setenv("LMCACHE_CHUNK_SIZE", "16")
-    with Side(STUB, tmp_path / "log", threads=3, timeout_s=60) as side:
+    with WorkerProcess(STUB, tmp_path / "log", threads=3, timeout_s=60) as side:
         environ = side.ask("environ")
     assert not {"KVCACHE_HOST__CAPACITY_BYTES", "LMCACHE_CHUNK_SIZE"} & set(environ)
     assert (environ["OMP_NUM_THREADS"], environ["LMCACHE_TRACK_USAGE"]) == ("3", "false")

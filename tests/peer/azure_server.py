@@ -16,8 +16,8 @@ from email.utils import formatdate
 from functools import lru_cache
 from pathlib import Path
 
-from tests.peer.objects import BUCKET
-from tests.peer.port import free_port
+from tests.peer.ports import free_port
+from tests.peer.s3_server import BUCKET
 
 _SCRIPT = os.environ.get("AZURITE") or shutil.which("azurite") or ""
 _NODE = shutil.which("node") or ""
@@ -40,7 +40,7 @@ SEED = b"a key of the tests"
 KEY = key(SEED)
 
 
-class Azure:
+class AzureServer:
     """With an empty container."""
 
     def __init__(self) -> None:
@@ -97,8 +97,8 @@ class Azure:
 
 
 @lru_cache
-def shared() -> Azure:
+def shared() -> AzureServer:
     """One for the whole run; tests stand apart by their prefix."""
-    made = Azure()
+    made = AzureServer()
     atexit.register(made.end)
     return made

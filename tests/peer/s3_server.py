@@ -16,7 +16,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from tests.peer.port import free_port
+from tests.peer.ports import free_port
 
 WEED = shutil.which("weed", path=str(Path(sys.executable).parent)) or shutil.which("weed")
 MISSING = {
@@ -27,7 +27,7 @@ BUCKET = "kvcache"
 CREDENTIALS = "access_key_id = test\nsecret_access_key = test\nvirtual_hosted_style_request = false\n"
 
 
-class Server:
+class S3Server:
     """One process, with an empty bucket."""
 
     def __init__(self, kind: str) -> None:
@@ -98,21 +98,21 @@ def request(port: int, method: str, path: str) -> int:
         connection.close()
 
 
-_running: dict[str, Server] = {}
+_running: dict[str, S3Server] = {}
 
 
-def shared(kind: str) -> Server:
+def shared(kind: str) -> S3Server:
     """One for the whole run; tests stand apart by their prefix."""
     if kind not in _running:
-        _running[kind] = Server(kind)
+        _running[kind] = S3Server(kind)
         atexit.register(_running[kind].end)
     return _running[kind]
 
 
-class Gate:
-    """In front of a server. `status`: answered instead of it. `hang`: nothing is answered until `well`. `cut`: half of
-    each body, then the end. `body`: sent instead of what an object holds. `times`: for so many requests only. `slow_s`:
-    so long after the answer has come, it goes on, or with `trickle` its body does."""
+class HttpFaultProxy:
+    """In front of a server. `status`: answered instead of it. `hang`: nothing is answered until `clear_faults`. `cut`:
+    half of each body, then the end. `body`: sent instead of an object's bytes. `times`: the faults end after this many
+    requests. `slow_s`: the delay of each answer, or with `trickle` of its body."""
 
     def __init__(self, port: int) -> None:
         self.port = port
@@ -144,7 +144,7 @@ class Gate:
         self._thread = threading.Thread(target=self._server.serve_forever, args=(0.01,))
         self._thread.start()
 
-    def well(self) -> None:
+    def clear_faults(self) -> None:
         self.status, self.body, self.cut, self.hang, self.times = 0, b"", False, False, None
         self.slow_s, self.trickle = 0.0, False
         self._go_on.set()
@@ -206,7 +206,7 @@ class Gate:
         asked.close_connection = asked.close_connection or half
 
     def end(self) -> None:
-        self.well()
+        self.clear_faults()
         self._server.shutdown()
         self._thread.join()
         self._server.server_close()

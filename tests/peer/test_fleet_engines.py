@@ -24,9 +24,9 @@ import kvcache
 from kvcache.engine.engine import Engine, EngineConfig
 from kvcache.engine.model import Model, load_model
 from kvcache.engine.sampling import SamplingParams
-from tests.engine import tiny
-from tests.peer.fleet import Cluster, until
-from tests.peer.server import MISSING
+from tests.engine import tiny_model
+from tests.peer.redis_server import MISSING
+from tests.peer.redis_topology import Cluster, until
 
 pytestmark = pytest.mark.skipif(bool(MISSING), reason=MISSING)
 
@@ -48,7 +48,7 @@ def one_thread() -> Iterator[None]:
 @lru_cache
 def model() -> Model:
     with tempfile.TemporaryDirectory() as directory:
-        return load_model(tiny.make(directory), block_tokens=BLOCK)
+        return load_model(tiny_model.make(directory), block_tokens=BLOCK)
 
 
 def without(prompts: list[list[int]]) -> list[list[int]]:

@@ -15,8 +15,8 @@ import pytest
 import kvcache
 from kvcache.tier.tier import Outcome
 from tests.contract.test_cache import FULL, Engine, bind
-from tests.peer.fleet import Cluster, until
-from tests.peer.server import MISSING
+from tests.peer.redis_server import MISSING
+from tests.peer.redis_topology import Cluster, until
 
 pytestmark = pytest.mark.skipif(bool(MISSING), reason=MISSING)
 

@@ -13,7 +13,7 @@ from kvcache.settings.tiers import NvmeSettings, ObjectSettings
 from kvcache.testing.tier import Clock
 from kvcache.tier.nvme import NvmeTier
 from kvcache.tier.object import ObjectTier
-from tests.tier.stores import MIB, Open, OpenObjects, inline
+from tests.tier.tier_files import MIB, Open, OpenObjects, inline
 
 
 @pytest.fixture

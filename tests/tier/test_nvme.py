@@ -22,9 +22,9 @@ from kvcache.testing.tier import Clock
 from kvcache.tier.nvme.allocator import Allocator
 from kvcache.tier.tier import Outcome
 from kvcache.transfer.pages import GroupPages
-from tests.fault.disk import SimDisk
+from tests.fault.simulated_disk import SimDisk
 from tests.tier.blocks import RECORD_BYTES, buffer, chain, holds
-from tests.tier.stores import DONE, MIB, NOT_FOUND, Open, inline, read, write
+from tests.tier.tier_files import DONE, MIB, NOT_FOUND, Open, inline, read, write
 
 # the directory
 

@@ -19,9 +19,9 @@ from kvcache.tier.breaker import CircuitBreaker
 from kvcache.tier.nvme import NvmeTier
 from kvcache.tier.nvme.store import SUSPECT_AFTER_RECORDS
 from kvcache.tier.tier import Outcome
-from tests.fault.disk import SimDisk
+from tests.fault.simulated_disk import SimDisk
 from tests.tier.blocks import PAYLOAD_BYTES, RECORD_BYTES, buffer, chain, record
-from tests.tier.stores import DAMAGED, DONE, MIB, NOT_FOUND, Open, change, inline, place, read, write
+from tests.tier.tier_files import DAMAGED, DONE, MIB, NOT_FOUND, Open, change, inline, place, read, write
 
 
 @given(data=st.data())

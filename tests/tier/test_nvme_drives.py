@@ -20,7 +20,7 @@ from kvcache.tier.nvme.drives import MultiDriveTier
 from kvcache.tier.nvme.store import SUSPECT_AFTER_RECORDS
 from kvcache.tier.tier import Outcome
 from tests.tier.blocks import RECORD_BYTES, buffer, chain, holds, record
-from tests.tier.stores import DAMAGED, DONE, MIB, NOT_FOUND, inline
+from tests.tier.tier_files import DAMAGED, DONE, MIB, NOT_FOUND, inline
 
 NAMES = ("one", "two", "three")
 BLOCKS = chain(90)

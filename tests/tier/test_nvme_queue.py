@@ -8,11 +8,11 @@ from kvcache.os_env import OsEnv
 from kvcache.testing.tier import Clock
 from kvcache.tier.tier import BACKGROUND, DEMAND, PREFETCH, Outcome
 from tests.tier.blocks import RECORD_BYTES, buffer, chain, record
-from tests.tier.stores import DONE, NOT_FOUND, Held, Open, read, write
+from tests.tier.tier_files import DONE, NOT_FOUND, DeferredExecutor, Open, read, write
 
 
 def test_the_most_urgent_goes_first(store: Open) -> None:
-    executor = Held()
+    executor = DeferredExecutor()
     tier = store(os_env=OsEnv(executor=lambda threads, name: executor))
     order: list[str] = []
     here, new = chain(3), chain(3, seed=1)
@@ -31,7 +31,7 @@ def test_the_most_urgent_goes_first(store: Open) -> None:
 
 
 def test_a_full_queue_drops_writes_and_takes_reads(store: Open) -> None:
-    executor = Held()
+    executor = DeferredExecutor()
     tier = store(queue_bytes=3 * RECORD_BYTES, os_env=OsEnv(executor=lambda threads, name: executor))
     blocks = chain(5)
     ticket = tier.submit("write", blocks, [record(a) for a in blocks])
@@ -53,7 +53,7 @@ def test_a_write_larger_than_the_queue_is_taken_alone(store: Open) -> None:
 
 def test_what_waits_past_its_deadline_is_late(store: Open) -> None:
     """Even where no thread comes to it: the next call finds it."""
-    executor, clock = Held(), Clock()
+    executor, clock = DeferredExecutor(), Clock()
     tier = store(os_env=OsEnv(clock=clock, executor=lambda threads, name: executor))
     blocks = chain(3)
     ticket = tier.submit("write", blocks[:2], [record(a) for a in blocks[:2]], deadline=clock.now() + 5.0)
@@ -65,7 +65,7 @@ def test_what_waits_past_its_deadline_is_late(store: Open) -> None:
 
 
 def test_what_was_cancelled_before_it_began_does_not_begin(store: Open) -> None:
-    executor = Held()
+    executor = DeferredExecutor()
     tier = store(os_env=OsEnv(executor=lambda threads, name: executor))
     ticket = tier.submit("write", chain(2), [record(a) for a in chain(2)])
     ticket.cancel()

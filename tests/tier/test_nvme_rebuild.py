@@ -11,8 +11,8 @@ from kvcache.errors import StoreError
 from kvcache.tier.nvme.rebuild import rebuild
 from kvcache.tier.nvme.segment import FOOTER_BYTES, SegmentFooter
 from tests.tier.blocks import chain
-from tests.tier.stores import DONE, NOT_FOUND, Open, read, write
 from tests.tier.test_nvme_journal import vector
+from tests.tier.tier_files import DONE, NOT_FOUND, Open, read, write
 
 BLOCKS, LARGE = chain(12), chain(6, seed=1)
 

@@ -25,7 +25,7 @@ from kvcache.tier.object.bucket import open_store as opened_store
 from kvcache.tier.object.keys import ObjectNames, PackLocation
 from kvcache.tier.object.pack import PackRecord, build_pack, read_table
 from kvcache.tier.tier import Outcome
-from tests.tier.stores import OpenObjects, objects
+from tests.tier.tier_files import OpenObjects, objects
 
 DONE, NOT_FOUND = Outcome.DONE, Outcome.NOT_FOUND
 

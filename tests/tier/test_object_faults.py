@@ -15,7 +15,7 @@ from kvcache.settings.tiers import ObjectSettings
 from kvcache.testing.tier import Clock, chain, intact, record, write
 from kvcache.tier.object import ObjectTier
 from kvcache.tier.tier import Outcome
-from tests.peer.objects import MISSING, Gate, shared
+from tests.peer.s3_server import MISSING, HttpFaultProxy, shared
 
 pytestmark = pytest.mark.skipif(bool(MISSING["seaweedfs"]), reason=MISSING["seaweedfs"])
 
@@ -24,8 +24,8 @@ _numbers = itertools.count()
 
 
 @pytest.fixture
-def gate() -> Iterator[Gate]:
-    made = Gate(shared("seaweedfs").port)
+def gate() -> Iterator[HttpFaultProxy]:
+    made = HttpFaultProxy(shared("seaweedfs").port)
     yield made
     made.end()
 
@@ -36,14 +36,14 @@ def clock() -> Clock:
 
 
 @pytest.fixture
-def tier(gate: Gate, clock: Clock) -> Iterator[ObjectTier]:
+def tier(gate: HttpFaultProxy, clock: Clock) -> Iterator[ObjectTier]:
     made = through(gate, clock, f"faults-{next(_numbers)}")
     yield made
-    gate.well()
+    gate.clear_faults()
     made.close()
 
 
-def through(gate: Gate, clock: Clock, prefix: str, **settings: Any) -> ObjectTier:
+def through(gate: HttpFaultProxy, clock: Clock, prefix: str, **settings: Any) -> ObjectTier:
     given = {**shared("seaweedfs").settings, "endpoint": gate.endpoint, "timeout_s": 60, **settings}
     return ObjectTier(ObjectSettings(**given, prefix=prefix), os_env=OsEnv(clock=clock))
 
@@ -52,7 +52,7 @@ def read(tier: ObjectTier, blocks: Any) -> tuple[Outcome, ...]:
     return tier.read(blocks, [record(address) for address in blocks])
 
 
-def test_a_server_error_is_tried_again_within_the_call(tier: ObjectTier, gate: Gate) -> None:
+def test_a_server_error_is_tried_again_within_the_call(tier: ObjectTier, gate: HttpFaultProxy) -> None:
     blocks = chain(3)
     assert set(write(tier, blocks)) == {DONE}
     gate.status, gate.times = 500, 2
@@ -62,7 +62,7 @@ def test_a_server_error_is_tried_again_within_the_call(tier: ObjectTier, gate: G
 
 @pytest.mark.parametrize(("status", "reason"), [(403, "denied"), (401, "denied"), (500, "failed"), (503, "failed")])
 def test_refused(
-    tier: ObjectTier, gate: Gate, clock: Clock, caplog: pytest.LogCaptureFixture, status: int, reason: str
+    tier: ObjectTier, gate: HttpFaultProxy, clock: Clock, caplog: pytest.LogCaptureFixture, status: int, reason: str
 ) -> None:
     """Each call is a miss; after three nothing waits for the store, until a probe finds it well."""
     blocks, new = chain(3), chain(2, seed=1)
@@ -80,7 +80,7 @@ def test_refused(
     assert tier.counters[f"faults_{reason}"] == 3
     assert [r.levelno for r in caplog.records] == [logging.WARNING]
     assert "test" not in caplog.text.replace("test_", "").split("object s3")[1]
-    gate.well()
+    gate.clear_faults()
     clock.seconds += 1
     assert intact(tier, blocks)
     assert (tier.breaker, tier.health_issues()) == ("closed", [])
@@ -89,7 +89,7 @@ def test_refused(
 
 
 @pytest.mark.parametrize("status", [429, 500, 503])
-def test_a_refusal_is_no_short_range_whatever_its_text(gate: Gate, clock: Clock, status: int) -> None:
+def test_a_refusal_is_no_short_range_whatever_its_text(gate: HttpFaultProxy, clock: Clock, status: int) -> None:
     """The text of the error holds the path, and with it the status of a range behind the end."""
     tier = through(gate, clock, f"port-41600-{next(_numbers)}")
     try:
@@ -99,15 +99,15 @@ def test_a_refusal_is_no_short_range_whatever_its_text(gate: Gate, clock: Clock,
         for _ in range(4):
             assert set(read(tier, blocks)) == {FAILED}
         assert tier.breaker == "open"
-        gate.well()
+        gate.clear_faults()
         clock.seconds += 1
         assert intact(tier, blocks)
     finally:
-        gate.well()
+        gate.clear_faults()
         tier.close()
 
 
-def test_a_name_that_was_refused_is_asked_for_again(tier: ObjectTier, gate: Gate) -> None:
+def test_a_name_that_was_refused_is_asked_for_again(tier: ObjectTier, gate: HttpFaultProxy) -> None:
     """For a moment it is remembered that there is no pack of a name: not where the store did not say so."""
     assert tier.contains(chain(1)) == (NOT_FOUND,)
     gate.status = 503
@@ -115,7 +115,7 @@ def test_a_name_that_was_refused_is_asked_for_again(tier: ObjectTier, gate: Gate
         assert tier.contains(chain(1, seed=1)) == (FAILED,)
 
 
-def test_a_conflict_for_a_read_is_a_refusal(tier: ObjectTier, gate: Gate) -> None:
+def test_a_conflict_for_a_read_is_a_refusal(tier: ObjectTier, gate: HttpFaultProxy) -> None:
     """Only a call that takes a name may find it taken."""
     blocks = chain(3)
     assert set(write(tier, blocks)) == {DONE}
@@ -125,7 +125,7 @@ def test_a_conflict_for_a_read_is_a_refusal(tier: ObjectTier, gate: Gate) -> Non
     assert "defects" not in tier.counters
 
 
-def test_the_breaker_of_reads_does_not_stop_writes(tier: ObjectTier, gate: Gate, clock: Clock) -> None:
+def test_the_breaker_of_reads_does_not_stop_writes(tier: ObjectTier, gate: HttpFaultProxy, clock: Clock) -> None:
     """A write that the breaker refused was not refused by the store."""
     blocks = chain(3)
     assert set(write(tier, blocks)) == {DONE}
@@ -135,12 +135,12 @@ def test_the_breaker_of_reads_does_not_stop_writes(tier: ObjectTier, gate: Gate,
     for seed in range(1, 5):
         assert write(tier, chain(1, seed=seed)) == (FAILED,)
     assert "writes_stopped" not in tier.counters
-    gate.well()
+    gate.clear_faults()
     clock.seconds += 1
     assert write(tier, chain(1, seed=9)) == (DONE,)
 
 
-def test_a_store_that_refuses_only_writes_is_read(tier: ObjectTier, gate: Gate, clock: Clock) -> None:
+def test_a_store_that_refuses_only_writes_is_read(tier: ObjectTier, gate: HttpFaultProxy, clock: Clock) -> None:
     blocks = chain(3)
     assert set(write(tier, blocks)) == {DONE}
     gate.status = 403
@@ -153,12 +153,12 @@ def test_a_store_that_refuses_only_writes_is_read(tier: ObjectTier, gate: Gate, 
     asked = gate.requests
     assert set(write(tier, chain(1, seed=9))) == {FAILED}
     assert gate.requests == asked
-    gate.well()
+    gate.clear_faults()
     clock.seconds += 60
     assert set(write(tier, chain(1, seed=9))) == {DONE}
 
 
-def test_hung(gate: Gate) -> None:
+def test_hung(gate: HttpFaultProxy) -> None:
     """Each call ends by its deadline, touches nothing afterwards, and holds no thread."""
     tier = through(gate, Clock(), f"faults-{next(_numbers)}", timeout_s=60, connections=2)
     try:
@@ -171,17 +171,17 @@ def test_hung(gate: Gate) -> None:
         assert all(ticket.wait(60) for ticket in tickets)
         assert {outcome for ticket in tickets for outcome in ticket.outcomes} == {TIMED_OUT}
         assert tier.breaker == "open"
-        gate.well()
+        gate.clear_faults()
         assert [bytes(segment) for segments in into for segment in segments] == before
         tier._os_env.clock.seconds += 1  # type: ignore[attr-defined]
         assert intact(tier, blocks)
     finally:
-        gate.well()
+        gate.clear_faults()
         tier.close()
 
 
 @pytest.mark.parametrize("trickle", [False, True], ids=["late", "trickling"])
-def test_slow(gate: Gate, trickle: bool) -> None:
+def test_slow(gate: HttpFaultProxy, trickle: bool) -> None:
     """It answers, but not in time: who has the time gets its answer; who has not ends by the deadline, and after three
     of them nothing waits for it. What comes late touches nothing."""
     clock = Clock()
@@ -208,11 +208,11 @@ def test_slow(gate: Gate, trickle: bool) -> None:
         assert tier.breaker == "closed"
         assert [bytes(segment) for segments in into for segment in segments] == before
     finally:
-        gate.well()
+        gate.clear_faults()
         tier.close()
 
 
-def test_closing_does_not_wait_for_a_hung_store(gate: Gate, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_closing_does_not_wait_for_a_hung_store(gate: HttpFaultProxy, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvcache.tier.object.tier._CLOSE_S", 0.05)
     tier = through(gate, Clock(), f"faults-{next(_numbers)}", connections=1, timeout_s=1000)
     gate.hang = True
@@ -224,7 +224,7 @@ def test_closing_does_not_wait_for_a_hung_store(gate: Gate, monkeypatch: pytest.
 
 @pytest.mark.parametrize("fault", ["cut", "body"])
 def test_what_comes_cut_or_is_something_else_is_never_a_hit(
-    tier: ObjectTier, gate: Gate, clock: Clock, fault: str
+    tier: ObjectTier, gate: HttpFaultProxy, clock: Clock, fault: str
 ) -> None:
     blocks = chain(6)
     assert set(write(tier, blocks)) == {DONE}
@@ -232,7 +232,7 @@ def test_what_comes_cut_or_is_something_else_is_never_a_hit(
     first = tier.submit("read", blocks, [record(a) for a in blocks], deadline=clock.now() + 30)
     assert first.wait(60)
     assert DONE not in first.outcomes
-    gate.well()
+    gate.clear_faults()
     clock.seconds += 100
     cold = through(gate, clock, tier._names.root.split("/")[0])
     try:

@@ -16,8 +16,8 @@ from kvcache.testing.tier import chain, intact, record, write
 from kvcache.tier.object import bucket, manifest, pack, store
 from kvcache.tier.object.keys import PackLocation
 from kvcache.tier.tier import Outcome
-from tests.peer.objects import MISSING, shared
-from tests.tier.stores import OpenObjects
+from tests.peer.s3_server import MISSING, shared
+from tests.tier.tier_files import OpenObjects
 
 DONE, NOT_FOUND, TIMED_OUT = Outcome.DONE, Outcome.NOT_FOUND, Outcome.TIMED_OUT
 

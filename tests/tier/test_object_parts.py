@@ -10,7 +10,7 @@ import pytest
 from kvcache.testing.tier import chain, intact, write
 from kvcache.tier.object.bucket import RefusedError
 from kvcache.tier.tier import Outcome
-from tests.tier.stores import MIB, OpenObjects, objects
+from tests.tier.tier_files import MIB, OpenObjects, objects
 
 DONE, NOT_FOUND = Outcome.DONE, Outcome.NOT_FOUND
 

@@ -18,19 +18,19 @@ from kvcache.testing.tier import Clock, chain, intact, record, write
 from kvcache.tier.object import ObjectTier
 from kvcache.tier.redis import RedisTier
 from kvcache.tier.tier import Outcome, Tier
-from tests.fault.disk import SimDisk
-from tests.peer import server as redis
-from tests.peer.objects import MISSING, Gate, shared
-from tests.peer.proxy import Proxy
-from tests.tier.stores import Held, Open
+from tests.fault.simulated_disk import SimDisk
+from tests.peer import redis_server
+from tests.peer.redis_proxy import RedisProxy
+from tests.peer.s3_server import MISSING, HttpFaultProxy, shared
+from tests.tier.tier_files import DeferredExecutor, Open
 
 DONE, FAILED = Outcome.DONE, Outcome.FAILED
-needs_redis = pytest.mark.skipif(bool(redis.MISSING), reason=redis.MISSING)
+needs_redis = pytest.mark.skipif(bool(redis_server.MISSING), reason=redis_server.MISSING)
 needs_objects = pytest.mark.skipif(bool(MISSING["seaweedfs"]), reason=MISSING["seaweedfs"])
 
 
-class Threads(Held):
-    """The tier's own threads, as `Held`; what else the tier runs in the background runs where it is submitted."""
+class Threads(DeferredExecutor):
+    """The tier's own threads run as `DeferredExecutor`, its other background work where it is submitted."""
 
     def __init__(self, name: str) -> None:
         super().__init__()
@@ -77,15 +77,15 @@ def test_nvme(store: Open) -> None:
 
 
 @pytest.fixture
-def values() -> Iterator[redis.Server]:
-    server = redis.Server()
+def values() -> Iterator[redis_server.RedisServer]:
+    server = redis_server.RedisServer()
     yield server
     server.end()
 
 
 @needs_redis
-def test_redis(values: redis.Server) -> None:
-    proxy, clock, threads = Proxy(values.port), Clock(), Threads("redis")
+def test_redis(values: redis_server.RedisServer) -> None:
+    proxy, clock, threads = RedisProxy(values.port), Clock(), Threads("redis")
     with ExitStack() as stack:
         stack.callback(proxy.end)
         tier = RedisTier(RedisSettings(url=proxy.url, timeout_s=60), os_env=OsEnv(clock=clock, executor=threads))
@@ -93,7 +93,7 @@ def test_redis(values: redis.Server) -> None:
         proxy.drop = True
         failed(tier, threads)
         assert tier.breaker == "open"
-        proxy.well()
+        proxy.clear_faults()
         (pool,) = tier._nodes.pools()
         take = pool._take
 
@@ -108,7 +108,7 @@ def test_redis(values: redis.Server) -> None:
 
 
 @needs_redis
-def test_redis_that_refused_only_writes(values: redis.Server) -> None:
+def test_redis_that_refused_only_writes(values: redis_server.RedisServer) -> None:
     clock, threads = Clock(), Threads("redis")
     tier = RedisTier(RedisSettings(url=values.tcp, timeout_s=60), os_env=OsEnv(clock=clock, executor=threads))
     try:
@@ -129,7 +129,7 @@ def test_redis_that_refused_only_writes(values: redis.Server) -> None:
         tier.close()
 
 
-class Door(Gate):
+class Door(HttpFaultProxy):
     """`before`: called with each request's path before it is served."""
 
     before: Callable[[str], object] = staticmethod(lambda path: None)
@@ -160,7 +160,7 @@ def test_object(admission: Door) -> None:
         admission.status = 503
         failed(tier, threads)
         assert (tier.breaker, tier.counters["writes_stopped"]) == ("open", 1)
-        admission.well()
+        admission.clear_faults()
         admission.before = lambda path: threads.release()
         clock.seconds += 1
         assert stored(tier, threads, 12, 9) == [DONE] * 12
@@ -208,7 +208,7 @@ def test_a_listing_that_is_due_does_not_take_the_probe(admission: Door) -> None:
         for _ in range(3):
             assert set(tier.read(blocks, [record(address) for address in blocks])) == {FAILED}
         assert tier.breaker == "open"
-        admission.well()
+        admission.clear_faults()
         admission.before, tier._bucket.put = hold, after_the_listing  # type: ignore[method-assign]
         clock.seconds += 20
         assert write(tier, chain(2, seed=1)) == (DONE, DONE)

@@ -19,7 +19,7 @@ from kvcache.codec.codec import CODECS, Raw, codec
 from kvcache.settings import TABLE
 from kvcache.tier.record_codec import slot_bytes
 from kvcache.transfer.pages import GroupPages
-from tests.contract.caches import settled
+from tests.contract.fake_engine import flushed
 
 KiB = 1 << 10
 LAYOUT = KVLayout.mha(layers=1, kv_heads=2, head_dim=512, dtype="fp32", block_tokens=4)  # 32 KiB a block
@@ -57,7 +57,7 @@ def put(cache: Cache, tokens: Sequence[int], engine: Engine) -> None:
     with bound(cache).request() as r:
         r.match(tokens)
         assert r.store(engine.pages, [list(range(engine.kv.shape[1]))]).wait(30)
-    assert settled(cache)
+    assert flushed(cache)
 
 
 def get(cache: Cache, tokens: Sequence[int]) -> tuple[int, np.ndarray[Any, Any]]:

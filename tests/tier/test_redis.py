@@ -17,10 +17,10 @@ from kvcache.settings.tiers import RedisSettings
 from kvcache.tier.redis import RedisTier
 from kvcache.tier.redis.keys import KeyNames, part_key
 from kvcache.tier.tier import Outcome
-from tests.peer.server import MISSING, Server, empty
+from tests.peer.redis_server import MISSING, RedisServer, empty
 from tests.tier.blocks import buffer, chain, holds, record
-from tests.tier.stores import read
-from tests.vectors import make
+from tests.tier.tier_files import read
+from tests.vectors import generate
 
 pytestmark = pytest.mark.skipif(bool(MISSING), reason=MISSING)
 
@@ -28,23 +28,23 @@ DONE, NOT_FOUND = Outcome.DONE, Outcome.NOT_FOUND
 KIB = 1 << 10
 LONG = 2000 * KIB
 NAMES = KeyNames("kvcache")
-VECTORS = json.loads((make.HERE / "redis.json").read_text())
-RECORDS = {row["name"]: row for row in json.loads((make.HERE / "record.json").read_text())["sound"]}
+VECTORS = json.loads((generate.HERE / "redis.json").read_text())
+RECORDS = {row["name"]: row for row in json.loads((generate.HERE / "record.json").read_text())["sound"]}
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Server:
+def server(tmp_path_factory: pytest.TempPathFactory) -> RedisServer:
     return empty(tmp_path_factory.mktemp("redis"))
 
 
 @pytest.fixture
-def client(server: Server) -> Any:
+def client(server: RedisServer) -> Any:
     server.client.flushall()
     return server.client
 
 
 @pytest.fixture(params=["tcp", "unix"])
-def tier(request: pytest.FixtureRequest, server: Server, client: Any) -> Iterator[RedisTier]:
+def tier(request: pytest.FixtureRequest, server: RedisServer, client: Any) -> Iterator[RedisTier]:
     tier = RedisTier(RedisSettings(url=getattr(server, request.param), part_bytes=512 * KIB))
     yield tier
     tier.close()
@@ -58,10 +58,10 @@ def key(address: Address) -> bytes:
 
 
 @pytest.mark.parametrize("vector", VECTORS, ids=lambda vector: str(vector["record"]))
-def test_vectors(vector: dict[str, Any], server: Server, client: Any) -> None:
+def test_vectors(vector: dict[str, Any], server: RedisServer, client: Any) -> None:
     """What another release wrote is read, and what is written lies where the page says."""
     row = RECORDS[vector["record"]]
-    body, head = make.pattern(**row["payload"]), bytes.fromhex(row["header"])
+    body, head = generate.pattern(**row["payload"]), bytes.fromhex(row["header"])
     values = {n.encode(): head * first + body[a:b] for n, (first, a, b) in vector["values"].items()}
     given = row["address"]
     identity = (bytes.fromhex(given[name]) for name in ("namespace", "signature", "parent"))
@@ -91,7 +91,7 @@ def test_a_long_record_goes_in_parts_that_all_expire(tier: RedisTier, client: An
     assert client.keys() == []
 
 
-def test_a_short_record_stays_unless_told_otherwise(server: Server, client: Any) -> None:
+def test_a_short_record_stays_unless_told_otherwise(server: RedisServer, client: Any) -> None:
     one, other = chain(2)
     tier = RedisTier(RedisSettings(url=server.unix))
     tier.write([one], [record(one)])
@@ -282,7 +282,7 @@ def test_settings_that_make_no_sense(given: dict[str, Any], said: str) -> None:
     assert "secret" not in str(caught.value)
 
 
-def test_prefixes_stand_apart(server: Server, client: Any) -> None:
+def test_prefixes_stand_apart(server: RedisServer, client: Any) -> None:
     (address,) = chain(1)
     one, other = (
         RedisTier(RedisSettings(url=server.unix, prefix="one")),

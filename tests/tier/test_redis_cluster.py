@@ -16,9 +16,9 @@ from kvcache.settings.tiers import RedisSettings
 from kvcache.tier.redis import RedisTier, pool
 from kvcache.tier.redis.keys import KeyNames, part_key
 from kvcache.tier.tier import Outcome
-from tests.peer.fleet import Cluster, Node, until
-from tests.peer.proxy import Proxy
-from tests.peer.server import MISSING
+from tests.peer.redis_proxy import RedisProxy
+from tests.peer.redis_server import MISSING
+from tests.peer.redis_topology import Cluster, Node, until
 from tests.tier.blocks import buffer, chain, holds, record
 
 pytestmark = pytest.mark.skipif(bool(MISSING), reason=MISSING)
@@ -46,10 +46,10 @@ def tier(cluster: Cluster) -> Iterator[RedisTier]:
 
 
 @pytest.fixture(scope="module")
-def alone() -> Iterator[Proxy]:
+def alone() -> Iterator[RedisProxy]:
     """A cluster of one node that is reached, and names itself, through a proxy."""
     node = Node()
-    proxy = Proxy(node.port)
+    proxy = RedisProxy(node.port)
     node.client.execute_command("CLUSTER ADDSLOTSRANGE", 0, 16_383)
     node.client.config_set("cluster-announce-port", proxy.port)
     until(lambda: node.client.set("well", "yes"), "the cluster is well")
@@ -59,8 +59,8 @@ def alone() -> Iterator[Proxy]:
 
 
 @pytest.fixture
-def behind(alone: Proxy) -> Iterator[RedisTier]:
-    alone.well()
+def behind(alone: RedisProxy) -> Iterator[RedisTier]:
+    alone.clear_faults()
     tier = RedisTier(RedisSettings(url=alone.url, mode="cluster", connections=1, timeout_s=10))
     yield tier
     tier.close()
@@ -244,7 +244,7 @@ def read_long(tier: RedisTier, address: Any) -> Outcome:
 
 
 @pytest.mark.parametrize("code", ["MOVED", "ASK", "TRYAGAIN"])
-def test_a_storm_of_redirections_ends(alone: Proxy, behind: RedisTier, code: str) -> None:
+def test_a_storm_of_redirections_ends(alone: RedisProxy, behind: RedisTier, code: str) -> None:
     """A node that sends us to itself for ever: a miss in few round trips, no connection more, and back by itself."""
     blocks = chain(20)
     assert write(behind, blocks) == (DONE,) * 20
@@ -257,11 +257,11 @@ def test_a_storm_of_redirections_ends(alone: Proxy, behind: RedisTier, code: str
         assert behind.match_prefix(chain(20, seed=seed)).result(20) == 0
     assert behind.counters[f"refused_{code}"] <= 10 * 2 * 20 * 3
     assert alone.connections == connections
-    alone.well()
+    alone.clear_faults()
     until(lambda: read(behind, blocks) == (DONE,) * 20, "it serves again")
 
 
-def test_not_every_place_is_followed(alone: Proxy, behind: RedisTier) -> None:
+def test_not_every_place_is_followed(alone: RedisProxy, behind: RedisTier) -> None:
     """Each ASK names another server, or none: a few are tried, each is a miss."""
     blocks = chain(3)
     assert write(behind, blocks) == (DONE,) * 3
@@ -272,7 +272,7 @@ def test_not_every_place_is_followed(alone: Proxy, behind: RedisTier) -> None:
     for place in ("nonsense", ":6379", "h:99999", "h:-1"):
         alone.answer = f"-ASK 1 {place}\r\n".encode()
         assert set(read(behind, blocks)) <= MISS
-    alone.well()
+    alone.clear_faults()
     until(lambda: read(behind, blocks) == (DONE,) * 3, "it serves again")
 
 

@@ -14,10 +14,10 @@ from kvcache.testing.tier import Clock
 from kvcache.tier.redis import RedisTier
 from kvcache.tier.redis.connect import PASSWORD_VARIABLE
 from kvcache.tier.tier import Outcome
-from tests.peer.server import MISSING, Server
+from tests.peer.redis_server import MISSING, RedisServer
 from tests.tier.blocks import chain, record
-from tests.tier.stores import read
 from tests.tier.test_redis_faults import until_open
+from tests.tier.tier_files import read
 
 pytestmark = pytest.mark.skipif(bool(MISSING), reason=MISSING)
 
@@ -31,15 +31,15 @@ def clock() -> Clock:
 
 
 @pytest.fixture(scope="module")
-def guarded() -> Iterator[Server]:
-    server = Server(password=SECRET)
+def guarded() -> Iterator[RedisServer]:
+    server = RedisServer(password=SECRET)
     yield server
     server.end()
 
 
 @pytest.mark.parametrize("way", ["file", "environment"])
 def test_a_password_is_taken_and_never_shown(
-    guarded: Server, way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    guarded: RedisServer, way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.DEBUG)
     url, options = guarded.tcp, {}
@@ -60,7 +60,7 @@ def test_a_password_is_taken_and_never_shown(
 
 @pytest.mark.parametrize("password", ["", "wrong-and-secret"])
 def test_refused_to_come_in(
-    guarded: Server, password: str, clock: Clock, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    guarded: RedisServer, password: str, clock: Clock, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     caplog.set_level(logging.DEBUG)
     monkeypatch.setenv(PASSWORD_VARIABLE, password)
@@ -77,7 +77,7 @@ def test_a_password_in_the_url_is_refused_and_not_shown() -> None:
     assert SECRET not in str(caught.value)
 
 
-def test_a_password_file_that_is_not_there(guarded: Server, tmp_path: Path, clock: Clock) -> None:
+def test_a_password_file_that_is_not_there(guarded: RedisServer, tmp_path: Path, clock: Clock) -> None:
     """A miss, until it is there: it is read for each connection, so a password can be changed."""
     where = tmp_path / "password"
     tier = RedisTier(RedisSettings(url=guarded.tcp, password_file=str(where)), os_env=OsEnv(clock=clock))

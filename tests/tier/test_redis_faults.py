@@ -14,10 +14,10 @@ from kvcache.testing.tier import Clock
 from kvcache.tier.redis import RedisTier, pool
 from kvcache.tier.redis import tier as module
 from kvcache.tier.tier import Outcome
-from tests.peer.proxy import Proxy
-from tests.peer.server import MISSING, Server
+from tests.peer.redis_proxy import RedisProxy
+from tests.peer.redis_server import MISSING, RedisServer
 from tests.tier.blocks import buffer, chain, holds, record
-from tests.tier.stores import read
+from tests.tier.tier_files import read
 
 pytestmark = pytest.mark.skipif(bool(MISSING), reason=MISSING)
 
@@ -25,8 +25,8 @@ DONE, NOT_FOUND, TIMED_OUT, FAILED = Outcome.DONE, Outcome.NOT_FOUND, Outcome.TI
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[Server]:
-    server = Server()
+def server() -> Iterator[RedisServer]:
+    server = RedisServer()
     yield server
     server.end()
 
@@ -37,7 +37,7 @@ def clock() -> Clock:
 
 
 @pytest.fixture
-def tier(server: Server, clock: Clock) -> Iterator[RedisTier]:
+def tier(server: RedisServer, clock: Clock) -> Iterator[RedisTier]:
     server.client.flushall()
     tier = RedisTier(RedisSettings(url=server.tcp, timeout_s=3), os_env=OsEnv(clock=clock))
     yield tier
@@ -45,15 +45,15 @@ def tier(server: Server, clock: Clock) -> Iterator[RedisTier]:
 
 
 @pytest.fixture
-def proxy(server: Server) -> Iterator[Proxy]:
+def proxy(server: RedisServer) -> Iterator[RedisProxy]:
     server.client.flushall()
-    proxy = Proxy(server.port)
+    proxy = RedisProxy(server.port)
     yield proxy
     proxy.end()
 
 
 @pytest.fixture
-def behind(proxy: Proxy, clock: Clock) -> Iterator[RedisTier]:
+def behind(proxy: RedisProxy, clock: Clock) -> Iterator[RedisTier]:
     tier = RedisTier(RedisSettings(url=proxy.url, timeout_s=3, connections=1), os_env=OsEnv(clock=clock))
     yield tier
     tier.close()
@@ -69,7 +69,7 @@ def until_open(tier: RedisTier, address: Any) -> set[Outcome]:
     return outcomes
 
 
-def test_hung(server: Server, tier: RedisTier, clock: Clock, caplog: pytest.LogCaptureFixture) -> None:
+def test_hung(server: RedisServer, tier: RedisTier, clock: Clock, caplog: pytest.LogCaptureFixture) -> None:
     """Each call ends by its deadline; then none is tried; one probe brings it back."""
     blocks = chain(2)
     tier.write(blocks, [record(address) for address in blocks])
@@ -104,7 +104,7 @@ def test_a_tiny_deadline_says_nothing_of_the_server(tier: RedisTier, clock: Cloc
     assert tier.breaker == "closed"
 
 
-def test_closing_does_not_wait_for_a_hung_server(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_closing_does_not_wait_for_a_hung_server(server: RedisServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_CLOSE_S", 0.05)
     server.client.flushall()
     tier = RedisTier(RedisSettings(url=server.tcp, timeout_s=200, connections=2))
@@ -120,7 +120,7 @@ def test_closing_does_not_wait_for_a_hung_server(server: Server, monkeypatch: py
         server.go_on()
 
 
-def test_restarted(server: Server, tier: RedisTier) -> None:
+def test_restarted(server: RedisServer, tier: RedisTier) -> None:
     """Old connections are found dead and replaced within the call: no call fails."""
     blocks = chain(4)
     for _ in range(3):
@@ -132,7 +132,7 @@ def test_restarted(server: Server, tier: RedisTier) -> None:
     assert tier.breaker == "closed"
 
 
-def test_away_and_back(server: Server, tier: RedisTier, clock: Clock) -> None:
+def test_away_and_back(server: RedisServer, tier: RedisTier, clock: Clock) -> None:
     (address,) = chain(1)
     tier.write([address], [record(address)])
     server.stop()
@@ -150,7 +150,7 @@ def test_away_and_back(server: Server, tier: RedisTier, clock: Clock) -> None:
 
 def test_full(clock: Clock) -> None:
     """Writes find no room, are counted, stop for a while; reads go on; room lets them in again."""
-    server = Server("--maxmemory", "4mb", "--maxmemory-policy", "noeviction")
+    server = RedisServer("--maxmemory", "4mb", "--maxmemory-policy", "noeviction")
     tier = RedisTier(RedisSettings(url=server.tcp, connections=1), os_env=OsEnv(clock=clock))
     try:
         blocks = chain(40)
@@ -173,7 +173,7 @@ def test_full(clock: Clock) -> None:
 
 
 def test_a_long_record_that_does_not_fit_leaves_nothing(clock: Clock) -> None:
-    server = Server("--maxmemory", "4mb", "--maxmemory-policy", "noeviction")
+    server = RedisServer("--maxmemory", "4mb", "--maxmemory-policy", "noeviction")
     tier = RedisTier(RedisSettings(url=server.tcp, part_bytes=256 << 10), os_env=OsEnv(clock=clock))
     try:
         (address,) = chain(1)
@@ -185,7 +185,7 @@ def test_a_long_record_that_does_not_fit_leaves_nothing(clock: Clock) -> None:
 
 
 def test_the_server_evicts_as_it_likes() -> None:
-    server = Server("--maxmemory", "6mb", "--maxmemory-policy", "allkeys-random")
+    server = RedisServer("--maxmemory", "6mb", "--maxmemory-policy", "allkeys-random")
     tier = RedisTier(RedisSettings(url=server.unix, part_bytes=256 << 10))
     try:
         blocks = chain(16)
@@ -201,7 +201,7 @@ def test_the_server_evicts_as_it_likes() -> None:
         server.end()
 
 
-def test_read_only(server: Server, tier: RedisTier, clock: Clock) -> None:
+def test_read_only(server: RedisServer, tier: RedisTier, clock: Clock) -> None:
     here, new = chain(1), chain(5, seed=1)
     tier.write(here, [record(here[0])])
     server.client.replicaof("127.0.0.1", "1")
@@ -218,7 +218,7 @@ def test_read_only(server: Server, tier: RedisTier, clock: Clock) -> None:
     assert tier.write(new, [record(a) for a in new]) == (DONE,) * 5
 
 
-def test_a_replica_that_lost_its_master(server: Server, tier: RedisTier, clock: Clock) -> None:
+def test_a_replica_that_lost_its_master(server: RedisServer, tier: RedisTier, clock: Clock) -> None:
     (address,) = chain(1)
     tier.write([address], [record(address)])
     server.client.config_set("replica-serve-stale-data", "no")
@@ -244,14 +244,14 @@ def test_a_replica_that_lost_its_master(server: Server, tier: RedisTier, clock: 
         (b"-NOPERM not allowed\r\n", "NOPERM"),
     ],
 )
-def test_a_server_that_refuses(proxy: Proxy, behind: RedisTier, clock: Clock, reply: bytes, code: str) -> None:
+def test_a_server_that_refuses(proxy: RedisProxy, behind: RedisTier, clock: Clock, reply: bytes, code: str) -> None:
     (address,) = chain(1)
     assert behind.write([address], [record(address)]) == (DONE,)
     proxy.answer = reply
     assert until_open(behind, address) == {FAILED}
     assert behind.counters[f"refused_{code}"] == 3
     assert behind.counters[f"faults_{code}"] == 3
-    proxy.well()
+    proxy.clear_faults()
     clock.seconds += 1
     assert read(behind, address) is DONE
     assert behind.breaker == "closed"
@@ -261,14 +261,14 @@ def test_a_server_that_refuses(proxy: Proxy, behind: RedisTier, clock: Clock, re
 @pytest.mark.parametrize(
     "reply", [b"nonsense\r\n", b"$x\r\n", b":5\r\n", b"*1\r\n$1\r\na\r\n", b"$3\r\nabcde", b"$-1\r\n$-1\r\n", b"\r\n"]
 )
-def test_a_peer_that_speaks_something_else(proxy: Proxy, behind: RedisTier, clock: Clock, reply: bytes) -> None:
+def test_a_peer_that_speaks_something_else(proxy: RedisProxy, behind: RedisTier, clock: Clock, reply: bytes) -> None:
     """Whatever it says, nothing is DONE, and a connection that is out of step is not used again."""
     (address,) = chain(1)
     behind.write([address], [record(address)])
     proxy.answer = reply
     for _ in range(4):
         assert read(behind, address) is not DONE
-    proxy.well()
+    proxy.clear_faults()
     clock.seconds += 10
     outcomes = [read(behind, address) for _ in range(3)]
     assert outcomes[-1] is DONE
@@ -276,16 +276,16 @@ def test_a_peer_that_speaks_something_else(proxy: Proxy, behind: RedisTier, cloc
 
 
 @pytest.mark.parametrize("cut", [1, 5, 9, 100, 150, 5_000, 12_100])
-def test_hung_up_in_the_middle_of_a_reply(proxy: Proxy, behind: RedisTier, cut: int) -> None:
+def test_hung_up_in_the_middle_of_a_reply(proxy: RedisProxy, behind: RedisTier, cut: int) -> None:
     (address,) = chain(1)
     behind.write([address], [record(address)])
     proxy.cut = cut
     assert read(behind, address) is FAILED
-    proxy.well()
+    proxy.clear_faults()
     assert read(behind, address) is DONE
 
 
-def test_hung_up_in_the_middle_of_a_batch(proxy: Proxy, behind: RedisTier) -> None:
+def test_hung_up_in_the_middle_of_a_batch(proxy: RedisProxy, behind: RedisTier) -> None:
     """What came before is there, what comes behind is a miss, nothing is in the wrong place."""
     blocks = chain(10)
     behind.write(blocks, [record(address) for address in blocks])
@@ -298,16 +298,16 @@ def test_hung_up_in_the_middle_of_a_batch(proxy: Proxy, behind: RedisTier) -> No
     assert all(holds(into[i], blocks[i]) for i in range(there))
 
 
-def test_hung_while_replying(proxy: Proxy, behind: RedisTier) -> None:
+def test_hung_while_replying(proxy: RedisProxy, behind: RedisTier) -> None:
     (address,) = chain(1)
     behind.write([address], [record(address)])
     proxy.hang = True
     assert read(behind, address) is TIMED_OUT
-    proxy.well()
+    proxy.clear_faults()
     assert read(behind, address) is DONE
 
 
-def test_slow(proxy: Proxy, behind: RedisTier, clock: Clock) -> None:
+def test_slow(proxy: RedisProxy, behind: RedisTier, clock: Clock) -> None:
     """What comes too late is a miss by its deadline; who has the time gets it."""
     (address,) = chain(1)
     behind.write([address], [record(address)])
@@ -321,17 +321,17 @@ def test_slow(proxy: Proxy, behind: RedisTier, clock: Clock) -> None:
     assert read(behind, address) is DONE
 
 
-def test_hangs_up_at_once(proxy: Proxy, behind: RedisTier, clock: Clock) -> None:
+def test_hangs_up_at_once(proxy: RedisProxy, behind: RedisTier, clock: Clock) -> None:
     (address,) = chain(1)
     behind.write([address], [record(address)])
     proxy.drop = True
     assert until_open(behind, address) == {FAILED}
-    proxy.well()
+    proxy.clear_faults()
     clock.seconds += 1
     assert read(behind, address) is DONE
 
 
-def test_not_tls(server: Server, clock: Clock) -> None:
+def test_not_tls(server: RedisServer, clock: Clock) -> None:
     tier = RedisTier(
         RedisSettings(url=server.tcp.replace("redis:", "rediss:"), timeout_s=0.5), os_env=OsEnv(clock=clock)
     )
@@ -339,7 +339,7 @@ def test_not_tls(server: Server, clock: Clock) -> None:
     tier.close()
 
 
-def test_one_line_every_few_seconds(tier: RedisTier, server: Server, clock: Clock, caplog: Any) -> None:
+def test_one_line_every_few_seconds(tier: RedisTier, server: RedisServer, clock: Clock, caplog: Any) -> None:
     server.stop()
     try:
         for _ in range(20):

@@ -14,8 +14,8 @@ from kvcache.settings.tiers import RedisSettings
 from kvcache.testing.tier import Clock
 from kvcache.tier.redis import RedisTier, lookup
 from kvcache.tier.redis.keys import KeyNames
-from tests.peer.fleet import until
-from tests.peer.server import MISSING, Server
+from tests.peer.redis_server import MISSING, RedisServer
+from tests.peer.redis_topology import until
 from tests.tier.blocks import chain, record
 
 pytestmark = pytest.mark.skipif(bool(MISSING), reason=MISSING)
@@ -25,8 +25,8 @@ NAMES = [KeyNames("kvcache").record(address) for address in BLOCKS]
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[Server]:
-    server = Server()
+def server() -> Iterator[RedisServer]:
+    server = RedisServer()
     yield server
     server.end()
 
@@ -37,18 +37,18 @@ def clock() -> Clock:
 
 
 @pytest.fixture
-def tier(server: Server, clock: Clock) -> Iterator[RedisTier]:
+def tier(server: RedisServer, clock: Clock) -> Iterator[RedisTier]:
     server.client.flushall()
     tier = RedisTier(RedisSettings(url=server.tcp), os_env=OsEnv(clock=clock))
     yield tier
     tier.close()
 
 
-def asked(server: Server) -> int:
+def asked(server: RedisServer) -> int:
     return int(server.client.info("commandstats").get("cmdstat_getrange", {}).get("calls", 0))
 
 
-def put(server: Server, first: int, end: int) -> None:
+def put(server: RedisServer, first: int, end: int) -> None:
     """By another client."""
     for address, name in zip(BLOCKS[first:end], NAMES[first:end], strict=True):
         head, body = record(address, 1)
@@ -64,7 +64,7 @@ def told(tier: RedisTier, held: int) -> None:
     until(lambda: match_prefix(tier) == held, f"{held} are seen")
 
 
-def test_what_is_remembered_is_not_asked_again(server: Server, tier: RedisTier) -> None:
+def test_what_is_remembered_is_not_asked_again(server: RedisServer, tier: RedisTier) -> None:
     put(server, 0, 25)
     assert match_prefix(tier) == 25
     before = asked(server)
@@ -72,7 +72,7 @@ def test_what_is_remembered_is_not_asked_again(server: Server, tier: RedisTier) 
     assert asked(server) == before
 
 
-def test_the_end_and_the_beginning_are_told(server: Server, tier: RedisTier) -> None:
+def test_the_end_and_the_beginning_are_told(server: RedisServer, tier: RedisTier) -> None:
     put(server, 0, 10)
     told(tier, 10)
     put(server, 10, 11)
@@ -85,7 +85,7 @@ def test_the_end_and_the_beginning_are_told(server: Server, tier: RedisTier) -> 
     told(tier, 0)
 
 
-def test_an_expired_key_is_told(server: Server, tier: RedisTier) -> None:
+def test_an_expired_key_is_told(server: RedisServer, tier: RedisTier) -> None:
     put(server, 0, 3)
     told(tier, 3)
     server.client.pexpire(NAMES[2], 1)
@@ -94,7 +94,7 @@ def test_an_expired_key_is_told(server: Server, tier: RedisTier) -> None:
     told(tier, 2)
 
 
-def test_another_connection_remembers_nothing(server: Server, tier: RedisTier) -> None:
+def test_another_connection_remembers_nothing(server: RedisServer, tier: RedisTier) -> None:
     put(server, 0, 10)
     told(tier, 10)
     server.stop()
@@ -102,7 +102,7 @@ def test_another_connection_remembers_nothing(server: Server, tier: RedisTier) -
     told(tier, 0)
 
 
-def test_without_tracking_it_is_remembered_for_a_moment(server: Server, clock: Clock) -> None:
+def test_without_tracking_it_is_remembered_for_a_moment(server: RedisServer, clock: Clock) -> None:
     server.client.flushall()
     server.client.execute_command("ACL", "SETUSER", "plain", "on", "nopass", "~*", "+@all", "-client")
     tier = RedisTier(RedisSettings(url=server.tcp, username="plain"), os_env=OsEnv(clock=clock))
@@ -119,7 +119,7 @@ def test_without_tracking_it_is_remembered_for_a_moment(server: Server, clock: C
         server.client.execute_command("ACL", "DELUSER", "plain")
 
 
-def test_it_is_bounded(server: Server, tier: RedisTier, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_is_bounded(server: RedisServer, tier: RedisTier, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lookup.HeadCache.__init__, "__defaults__", (8,))
     put(server, 0, 40)
     assert [match_prefix(tier) for _ in range(3)] == [40] * 3
@@ -127,7 +127,9 @@ def test_it_is_bounded(server: Server, tier: RedisTier, monkeypatch: pytest.Monk
 
 
 @given(steps=st.lists(st.tuples(st.sampled_from(["put", "delete", "ask"]), st.integers(0, 40), st.integers(0, 40))))
-def test_whatever_changes_the_answer_is_that_of_the_server(server: Server, steps: list[tuple[str, int, int]]) -> None:
+def test_whatever_changes_the_answer_is_that_of_the_server(
+    server: RedisServer, steps: list[tuple[str, int, int]]
+) -> None:
     """Against a plain set: as long as there is no hole, the end is exact; what is remembered never shows."""
     server.client.flushall()
     tier: Any = TIERS.setdefault(server.port, RedisTier(RedisSettings(url=server.unix)))

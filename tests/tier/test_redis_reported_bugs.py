@@ -23,11 +23,11 @@ from kvcache.tier.redis import tier as module
 from kvcache.tier.redis.keys import KeyNames
 from kvcache.tier.redis.wire import RespConnection
 from kvcache.tier.tier import Outcome
-from tests.cache.test_shared_lookup import settled
+from tests.cache.test_shared_lookup import final_match
 from tests.contract.test_cache import FULL, Engine, bind, store
-from tests.peer.fleet import until
-from tests.peer.proxy import Proxy
-from tests.peer.server import MISSING, Server
+from tests.peer.redis_proxy import RedisProxy
+from tests.peer.redis_server import MISSING, RedisServer
+from tests.peer.redis_topology import until
 from tests.tier.blocks import buffer, chain, record
 from tests.tier.test_redis_cluster import MISS, read, write
 
@@ -39,14 +39,14 @@ KEY = KeyNames("kvcache").record
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[Server]:
-    server = Server("--maxmemory", "64mb", "--maxmemory-policy", "allkeys-lru")
+def server() -> Iterator[RedisServer]:
+    server = RedisServer("--maxmemory", "64mb", "--maxmemory-policy", "allkeys-lru")
     yield server
     server.end()
 
 
 @pytest.fixture
-def tier(server: Server) -> Iterator[RedisTier]:
+def tier(server: RedisServer) -> Iterator[RedisTier]:
     server.client.config_set("maxmemory", 64 << 20)
     server.client.flushall()
     tier = RedisTier(RedisSettings(url=server.tcp, timeout_s=20))
@@ -54,7 +54,7 @@ def tier(server: Server) -> Iterator[RedisTier]:
     tier.close()
 
 
-def calls(server: Server) -> int:
+def calls(server: RedisServer) -> int:
     return int(server.client.info("stats")["total_commands_processed"])
 
 
@@ -67,7 +67,7 @@ def test_17_a_get_of_an_absent_key_answers_and_later_ones_work(tier: RedisTier) 
 
 
 @pytest.mark.parametrize("size", [1, 4096, 8191, 8193, 100_000])
-def test_18_a_value_of_another_size_is_never_stale_memory(tier: RedisTier, server: Server, size: int) -> None:
+def test_18_a_value_of_another_size_is_never_stale_memory(tier: RedisTier, server: RedisServer, size: int) -> None:
     """Memory that held another block before must not come back as this one."""
     one, other = chain(1), chain(1, seed=1)
     write(tier, one)
@@ -87,7 +87,7 @@ def test_18_a_record_of_other_sizes_under_its_own_name(tier: RedisTier) -> None:
     assert read_header(into[0]).decoded_bytes == 8192, "which the hierarchy compares with what its pages hold"
 
 
-def test_19_a_restart_of_the_server_costs_no_call(tier: RedisTier, server: Server) -> None:
+def test_19_a_restart_of_the_server_costs_no_call(tier: RedisTier, server: RedisServer) -> None:
     for seed in range(3):
         server.stop()
         server.start()
@@ -97,9 +97,9 @@ def test_19_a_restart_of_the_server_costs_no_call(tier: RedisTier, server: Serve
 
 
 @pytest.mark.parametrize("state", ["well", "hung", "gone"])
-def test_21_closing_ends(server: Server, state: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_21_closing_ends(server: RedisServer, state: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_CLOSE_S", 0.05)
-    proxy = Proxy(server.port)
+    proxy = RedisProxy(server.port)
     tier = RedisTier(RedisSettings(url=proxy.url, timeout_s=300))
     blocks = chain(4)
     write(tier, blocks)
@@ -115,7 +115,7 @@ def test_21_closing_ends(server: Server, state: str, monkeypatch: pytest.MonkeyP
     proxy.end()
 
 
-def test_22_one_question_for_512_keys_is_one_round_trip(tier: RedisTier, server: Server) -> None:
+def test_22_one_question_for_512_keys_is_one_round_trip(tier: RedisTier, server: RedisServer) -> None:
     """Counted in what is sent, since time on a busy machine says little: one piece of work, one write to the socket."""
     blocks = chain(512)
     write(tier, blocks)
@@ -135,7 +135,7 @@ def test_22_one_question_for_512_keys_is_one_round_trip(tier: RedisTier, server:
         assert calls(server) - before < 60
 
 
-def test_22_a_stalled_server_is_a_miss_within_the_time_and_trips_the_breaker(server: Server) -> None:
+def test_22_a_stalled_server_is_a_miss_within_the_time_and_trips_the_breaker(server: RedisServer) -> None:
     tier = RedisTier(RedisSettings(url=server.tcp, timeout_s=0.1))
     blocks = chain(2)
     write(tier, blocks)
@@ -149,7 +149,7 @@ def test_22_a_stalled_server_is_a_miss_within_the_time_and_trips_the_breaker(ser
         tier.close()
 
 
-def test_24_ten_thousand_cycles_leave_nothing(server: Server, request: pytest.FixtureRequest) -> None:
+def test_24_ten_thousand_cycles_leave_nothing(server: RedisServer, request: pytest.FixtureRequest) -> None:
     """Host slots, references, keys, connections: all as before. A tenth of them unless `--long`."""
     cycles = 10_000 if request.config.getoption("--long") else 1_000
     server.client.flushall()
@@ -169,15 +169,15 @@ def test_24_ten_thousand_cycles_leave_nothing(server: Server, request: pytest.Fi
     until(lambda: server.client.info("clients")["connected_clients"] <= 2, "the server has seen that they hung up")
 
 
-def test_25_another_process_with_another_hash_seed_finds_it(tier: RedisTier, server: Server) -> None:
+def test_25_another_process_with_another_hash_seed_finds_it(tier: RedisTier, server: RedisServer) -> None:
     program = """
 import sys, kvcache
 from tests.contract.test_cache import FULL, Engine, bind, store
-from tests.cache.test_shared_lookup import settled
+from tests.cache.test_shared_lookup import final_match
 with kvcache.open(host__capacity_bytes="8MiB", nvme__enabled=False, control__enabled=False,
                   redis={"enabled": True, "url": sys.argv[1]}) as cache:
     with bind(cache, facts={"b": 1, "a": [2, "x"]}).request() as r:
-        found = settled(r, range(40)).blocks
+        found = final_match(r, range(40)).blocks
     if not found:
         store(bind(cache, facts={"a": [2, "x"], "b": 1}), Engine(FULL), range(40), list(range(10)))
     cache.flush()
@@ -191,7 +191,7 @@ with kvcache.open(host__capacity_bytes="8MiB", nvme__enabled=False, control__ena
     assert said == ["0", "10"]
 
 
-def test_26_a_server_that_is_full_evicts_and_goes_on(tier: RedisTier, server: Server) -> None:
+def test_26_a_server_that_is_full_evicts_and_goes_on(tier: RedisTier, server: RedisServer) -> None:
     server.client.config_set("maxmemory", 6 << 20)
     blocks = chain(400)
     for first in range(0, 400, 50):
@@ -201,8 +201,8 @@ def test_26_a_server_that_is_full_evicts_and_goes_on(tier: RedisTier, server: Se
     assert server.client.info("stats")["evicted_keys"] > 0
 
 
-def test_26b_one_failed_write_is_counted_and_is_a_miss(server: Server) -> None:
-    full = Server("--maxmemory", "3mb", "--maxmemory-policy", "noeviction")
+def test_26b_one_failed_write_is_counted_and_is_a_miss(server: RedisServer) -> None:
+    full = RedisServer("--maxmemory", "3mb", "--maxmemory-policy", "noeviction")
     tier = RedisTier(RedisSettings(url=full.tcp))
     try:
         large = chain(2)
@@ -217,7 +217,7 @@ def test_26b_one_failed_write_is_counted_and_is_a_miss(server: Server) -> None:
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_27_gets_that_fail_here_and_there_shorten_the_prefix(server: Server, seed: int) -> None:
+def test_27_gets_that_fail_here_and_there_shorten_the_prefix(server: RedisServer, seed: int) -> None:
     """A tenth of the records is gone for one of two ranks: each loads a prefix without a hole, and ends."""
     server.client.flushall()
     settings = {"host": {"capacity_bytes": 8 << 20}, "nvme": {"enabled": False}, "control": {"enabled": False}}
@@ -231,7 +231,7 @@ def test_27_gets_that_fail_here_and_there_shorten_the_prefix(server: Server, see
     with kvcache.open(redis=redis, flow={"lookup_timeout_s": 20}, **settings) as reader:
         bound = bind(reader)
         with bound.request() as r:
-            found = settled(r, tokens).blocks
+            found = final_match(r, tokens).blocks
             gone = [(7 * i + seed) % 30 for i in range(3)]
             (blocks,) = r._chains()
             server.client.delete(*[KEY(blocks[i]) for i in gone])
@@ -243,7 +243,7 @@ def test_27_gets_that_fail_here_and_there_shorten_the_prefix(server: Server, see
             assert [engine.block(page) for page in range(min(gone))] == expected[: min(gone)]
 
 
-def test_a_hole_never_shifts_later_blocks_into_earlier_places(tier: RedisTier, server: Server) -> None:
+def test_a_hole_never_shifts_later_blocks_into_earlier_places(tier: RedisTier, server: RedisServer) -> None:
     blocks = chain(20)
     write(tier, blocks)
     server.client.delete(*[KEY(blocks[i]) for i in (0, 5, 6, 19)])

@@ -13,8 +13,8 @@ import pytest
 from kvcache.settings.tiers import RedisSettings
 from kvcache.tier.redis import RedisTier
 from kvcache.tier.tier import Outcome
-from tests.peer.fleet import Sentinels, until
-from tests.peer.server import MISSING
+from tests.peer.redis_server import MISSING
+from tests.peer.redis_topology import Sentinels, until
 from tests.tier.blocks import chain, record
 from tests.tier.test_redis_cluster import MISS, lines, read, write
 

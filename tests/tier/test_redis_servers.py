@@ -10,8 +10,8 @@ from kvcache.settings.tiers import RedisSettings
 from kvcache.tier.redis import RedisTier
 from kvcache.tier.redis.keys import KeyNames
 from kvcache.tier.tier import Outcome
-from tests.peer.fleet import until
-from tests.peer.server import MISSING, Server, servers
+from tests.peer.redis_server import MISSING, RedisServer, servers
+from tests.peer.redis_topology import until
 from tests.tier.blocks import buffer, chain, holds, record
 from tests.tier.test_redis_cluster import read, write
 
@@ -23,14 +23,14 @@ pytestmark = pytest.mark.skipif(not FOUND, reason=MISSING)
 
 
 @pytest.fixture(params=list(FOUND), scope="module")
-def server(request: pytest.FixtureRequest) -> Iterator[Server]:
-    server = Server(binary=FOUND[request.param])
+def server(request: pytest.FixtureRequest) -> Iterator[RedisServer]:
+    server = RedisServer(binary=FOUND[request.param])
     yield server
     server.end()
 
 
 @pytest.mark.parametrize("way", ["tcp", "unix"])
-def test_everything(server: Server, way: str) -> None:
+def test_everything(server: RedisServer, way: str) -> None:
     server.client.flushall()
     tier = RedisTier(RedisSettings(url=getattr(server, way), part_bytes=256 << 10))
     blocks = chain(40)
@@ -57,7 +57,7 @@ def test_everything(server: Server, way: str) -> None:
     tier.close()
 
 
-def test_the_server_tells_what_changed(server: Server) -> None:
+def test_the_server_tells_what_changed(server: RedisServer) -> None:
     """Client tracking, which all of them have: a hole that is filled is seen at once, though it was remembered."""
     server.client.flushall()
     asking, writing = RedisTier(RedisSettings(url=server.unix)), RedisTier(RedisSettings(url=server.tcp))

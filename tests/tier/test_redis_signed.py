@@ -13,7 +13,7 @@ from kvcache.settings.tiers import RedisSettings
 from kvcache.tier.redis import RedisTier
 from kvcache.tier.redis.keys import KeyNames
 from kvcache.tier.tier import Outcome
-from tests.peer.server import MISSING, Server, empty
+from tests.peer.redis_server import MISSING, RedisServer, empty
 from tests.tier.blocks import buffer, chain, holds, record
 from tests.tier.test_redis_cluster import read, write
 
@@ -24,12 +24,12 @@ LONG = 1 << 20
 
 
 @pytest.fixture
-def server(tmp_path: Path) -> Server:
+def server(tmp_path: Path) -> RedisServer:
     return empty(tmp_path)
 
 
 @pytest.fixture
-def signing(server: Server, tmp_path: Path) -> Iterator[Any]:
+def signing(server: RedisServer, tmp_path: Path) -> Iterator[Any]:
     """Opens tiers with these keys."""
     opened: list[RedisTier] = []
 
@@ -48,7 +48,7 @@ def signing(server: Server, tmp_path: Path) -> Iterator[Any]:
 ONE, TWO = b"1" * 32, b"2" * 40
 
 
-def test_what_is_signed_is_read(signing: Any, server: Server) -> None:
+def test_what_is_signed_is_read(signing: Any, server: RedisServer) -> None:
     tier, blocks = signing(ONE), chain(5)
     assert write(tier, blocks) == (DONE,) * 5
     assert read(tier, blocks) == (DONE,) * 5
@@ -75,7 +75,7 @@ def test_a_forged_record_is_refused_and_makes_room(signing: Any, forger: tuple[b
     assert read(tier, blocks) == (DONE,) * 4
 
 
-def test_a_part_that_was_exchanged_is_refused(signing: Any, server: Server) -> None:
+def test_a_part_that_was_exchanged_is_refused(signing: Any, server: RedisServer) -> None:
     """The header of one, the parts of another, each whole and sound by itself."""
     tier, (address,) = signing(ONE), chain(1)
     segments = record(address, LONG)

@@ -18,8 +18,8 @@ from kvcache.tier.redis import RedisTier
 from kvcache.tier.redis.connect import PASSWORD_VARIABLE
 from kvcache.tier.tier import Outcome
 from tests.peer.certificates import OPENSSL, authority, certificate
-from tests.peer.port import free_port
-from tests.peer.server import MISSING, Server, with_tls
+from tests.peer.ports import free_port
+from tests.peer.redis_server import MISSING, RedisServer, with_tls
 from tests.tier.blocks import buffer, chain, holds, record
 from tests.tier.test_redis_cluster import read, write
 from tests.tier.test_redis_faults import until_open
@@ -35,7 +35,7 @@ pytestmark = [
 
 @dataclass
 class Encrypted:
-    server: Server
+    server: RedisServer
     url: str
     ca: Path
     ours: tuple[Path, Path]
@@ -52,7 +52,7 @@ def encrypted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Encrypted]:
     cert, key = certificate(ca, "server")
     port = free_port()
     files = ["--tls-cert-file", str(cert), "--tls-key-file", str(key), "--tls-ca-cert-file", str(ca)]
-    server = Server("--tls-port", str(port), *files, "--tls-auth-clients", "optional", binary=SPEAKS)
+    server = RedisServer("--tls-port", str(port), *files, "--tls-auth-clients", "optional", binary=SPEAKS)
     yield Encrypted(server, f"rediss://127.0.0.1:{port}/0", ca, certificate(ca, "client"), other)
     server.end()
 

@@ -22,9 +22,9 @@ from kvcache.testing.tier import Clock
 from kvcache.tier.tier import Outcome
 from kvcache.transfer.pages import GroupPages
 from tests.call_counts import calls
-from tests.fault.disk import SimDisk
+from tests.fault.simulated_disk import SimDisk
 from tests.tier.blocks import RECORD_BYTES, buffer, chain, holds, record
-from tests.tier.stores import DAMAGED, DONE, MIB, NOT_FOUND, Open, change, inline, place, read, write
+from tests.tier.tier_files import DAMAGED, DONE, MIB, NOT_FOUND, Open, change, inline, place, read, write
 
 LAYOUT = KVLayout.mha(layers=2, kv_heads=4, head_dim=32, dtype="fp32", block_tokens=4)
 BLOCK_BYTES = LAYOUT.block_bytes(LAYOUT.groups[0].whole)

@@ -18,7 +18,7 @@ DONE, NOT_FOUND, DAMAGED = Outcome.DONE, Outcome.NOT_FOUND, Outcome.DAMAGED
 MIB = 1 << 20
 
 
-class Held(InlineExecutor):
+class DeferredExecutor(InlineExecutor):
     """Runs nothing until `release`: what is submitted waits in the tier's queue."""
 
     def __init__(self) -> None:

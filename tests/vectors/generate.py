@@ -1,4 +1,4 @@
-"""Writes the vectors beside this file, from the second implementation: `python -m tests.vectors.make`.
+"""Writes the vectors beside this file, from the second implementation: `python -m tests.vectors.generate`.
 
 Values that JSON does not have stand as objects of one entry: {"int": decimal}, {"float": hex of 8 bytes}, {"bytes":
 hex}, {"map": {...}}. Bytes elsewhere are hexadecimal; `write_id` is decimal in a string. A payload of `length` and
@@ -11,7 +11,7 @@ import json
 import struct
 from pathlib import Path
 
-from tests.vectors import page
+from tests.vectors import spec_reference
 
 HERE = Path(__file__).parent
 
@@ -101,13 +101,13 @@ CHAINS = [
 
 
 def key_vectors():
-    ids = [page.namespace_id(fields) for fields in NAMESPACES]
-    digests = [page.sha(b"an engine's digest %d" % i)[:size] for i, size in enumerate((32, 32, 16, 20))]
+    ids = [spec_reference.namespace_id(fields) for fields in NAMESPACES]
+    digests = [spec_reference.sha(b"an engine's digest %d" % i)[:size] for i, size in enumerate((32, 32, 16, 20))]
     pages = list(range(5, 53))
     return {
-        "encodings": [{"value": tag(value), "bytes": page.encode(value).hex()} for value in ENCODINGS],
+        "encodings": [{"value": tag(value), "bytes": spec_reference.encode(value).hex()} for value in ENCODINGS],
         "namespaces": [
-            {"fields": tag(fields), "encoding": page.encode(fields).hex(), "id": of.hex()}
+            {"fields": tag(fields), "encoding": spec_reference.encode(fields).hex(), "id": of.hex()}
             for fields, of in zip(NAMESPACES, ids, strict=True)
         ],
         "chains": [
@@ -116,7 +116,7 @@ def key_vectors():
                 "block_tokens": block_tokens,
                 "token_ids": token_ids,
                 "extras": [[[name.hex(), data.hex()] for name, data in pairs] for pairs in extras],
-                "signatures": [s.hex() for s in page.chain(of, block_tokens, token_ids, extras)],
+                "signatures": [s.hex() for s in spec_reference.chain(of, block_tokens, token_ids, extras)],
             }
             for of in ids[:2]
             for block_tokens, token_ids, extras in CHAINS
@@ -125,7 +125,7 @@ def key_vectors():
             {
                 "namespace": ids[5].hex(),
                 "digests": [d.hex() for d in digests],
-                "signatures": [s.hex() for s in page.bind(ids[5], digests)],
+                "signatures": [s.hex() for s in spec_reference.bind(ids[5], digests)],
             }
         ],
         "sglang": [
@@ -133,15 +133,15 @@ def key_vectors():
                 "namespace": ids[5].hex(),
                 "page_tokens": 16,
                 "token_ids": pages,
-                "digests": [d.hex() for d in page.sglang_pages(16, pages)],
-                "signatures": [s.hex() for s in page.bind(ids[5], page.sglang_pages(16, pages))],
+                "digests": [d.hex() for d in spec_reference.sglang_pages(16, pages)],
+                "signatures": [s.hex() for s in spec_reference.bind(ids[5], spec_reference.sglang_pages(16, pages))],
             }
         ],
     }
 
 
-NAMESPACE = page.namespace_id(FIELDS)
-FIRST, SECOND = page.chain(NAMESPACE, 16, list(range(32)))
+NAMESPACE = spec_reference.namespace_id(FIELDS)
+FIRST, SECOND = spec_reference.chain(NAMESPACE, 16, list(range(32)))
 ADDRESS = {"namespace": NAMESPACE, "signature": SECOND, "parent": FIRST, "group": 0, "shard": (0, 30, 0, 3)}
 SOUND = [
     # name, address, codec, decoded bytes or None for the stored ones, write id, fields, payload
@@ -160,15 +160,23 @@ SOUND = [
         6,
         [
             (1, FIRST),
-            (3, b"".join(map(page.u32, range(16, 32)))),
-            (4, page.extras_bytes([(b"image", b"\1\2")])),
+            (3, b"".join(map(spec_reference.u32, range(16, 32)))),
+            (4, spec_reference.extras_bytes([(b"image", b"\1\2")])),
             (6, struct.pack("<d", 0.25)),
-            (7, page.u64(1_900_000_000_000)),
+            (7, spec_reference.u64(1_900_000_000_000)),
             (0x7FFF, b""),
         ],
         (1000, 9),
     ),
-    ("encrypted", {}, b"raw", None, 7, [(1, FIRST), (7, page.u64(1_900_000_000_000)), (0x8008, bytes(36))], (1000, 1)),
+    (
+        "encrypted",
+        {},
+        b"raw",
+        None,
+        7,
+        [(1, FIRST), (7, spec_reference.u64(1_900_000_000_000)), (0x8008, bytes(36))],
+        (1000, 1),
+    ),
 ]
 SIGNING_KEY = bytes(range(32))
 
@@ -178,7 +186,7 @@ def _sound(name, address, codec, decoded, write_id, fields, payload):
     body = pattern(*payload)
     decoded = len(body) if decoded is None else decoded
     parts = {name: address[name] for name in ("namespace", "signature", "group", "shard")}
-    head = page.header(body, **parts, codec=codec, decoded=decoded, write_id=write_id, fields=fields)
+    head = spec_reference.header(body, **parts, codec=codec, decoded=decoded, write_id=write_id, fields=fields)
     return {
         "name": name,
         "address": _address(address),
@@ -188,10 +196,10 @@ def _sound(name, address, codec, decoded, write_id, fields, payload):
         "fields": [[number, value.hex()] for number, value in fields if number != 1],
         "payload": {"length": payload[0], "step": payload[1]},
         "header": head.hex(),
-        "keyed_digest": page.keyed_digest(SIGNING_KEY, head, body, fields).hex(),
-        "cut_sha256": page.sha(head + body).hex(),
-        "padded_sha256": page.sha(page.padded(head, body, decoded)).hex(),
-        "padded_bytes": len(page.padded(head, body, decoded)),
+        "keyed_digest": spec_reference.keyed_digest(SIGNING_KEY, head, body, fields).hex(),
+        "cut_sha256": spec_reference.sha(head + body).hex(),
+        "padded_sha256": spec_reference.sha(spec_reference.padded(head, body, decoded)).hex(),
+        "padded_bytes": len(spec_reference.padded(head, body, decoded)),
     }
 
 
@@ -208,15 +216,15 @@ def _refused():
     def head(**change):
         parts = {name: ADDRESS[name] for name in ("namespace", "signature", "group", "shard")}
         parts |= {"codec": b"raw", "decoded": 40, "write_id": 1, "fields": [(1, FIRST)]}
-        return page.header(body, **parts | change)
+        return spec_reference.header(body, **parts | change)
 
     good = head()
-    other = page.sha(b"other")
-    sums = (2, page.sums(body))
+    other = spec_reference.sha(b"other")
+    sums = (2, spec_reference.sums(body))
     flipped = bytes([good[60] ^ 1])
     short_body = pattern(39, 1)
     changed = bytes([body[0] ^ 1]) + body[1:]
-    overlong = good[136:] + page.u16(3) + page.u32(5) + b"four"
+    overlong = good[136:] + spec_reference.u16(3) + spec_reference.u32(5) + b"four"
     rows = [
         ("nothing", b"", "short"),
         ("a part of the magic", good[:3], "short"),
@@ -237,7 +245,7 @@ def _refused():
         ("another sum of sums", head(sum_of_sums=5), "field"),
         ("a parent of 31 bytes", head(fields=[(1, FIRST[:31])]), "field"),
         ("an expiry of 7 bytes", head(fields=[(1, FIRST), (7, bytes(7))]), "field"),
-        ("the parent in the expiry", head(fields=[(7, FIRST + page.u64(1_900_000_000_000))]), "field"),
+        ("the parent in the expiry", head(fields=[(7, FIRST + spec_reference.u64(1_900_000_000_000))]), "field"),
         ("an empty shard", head(shard=(3, 3, 0, 3)), "address"),
         ("no codec", head(codec=b""), "codec foreign"),
         ("a codec with a space", head(codec=b"r w"), "codec foreign"),
@@ -272,15 +280,15 @@ def _refused():
 
 
 def _with_fields(head, tagged):
-    fixed = head[:120] + page.u32(len(tagged)) + head[124:128]
-    return fixed + page.u64(page.xxh3(fixed + tagged)) + tagged
+    fixed = head[:120] + spec_reference.u32(len(tagged)) + head[124:128]
+    return fixed + spec_reference.u64(spec_reference.xxh3(fixed + tagged)) + tagged
 
 
 def record_vectors():
     areas = (1, 4096, 262_144, 262_145, 448 * 262_144, 448 * 262_144 + 1, 1 << 30)
     return {
         "signing_key": SIGNING_KEY.hex(),
-        "areas": [{"payload_bytes": size, "header_bytes": page.header_area(size)} for size in areas],
+        "areas": [{"payload_bytes": size, "header_bytes": spec_reference.header_area(size)} for size in areas],
         "sound": [_sound(*row) for row in SOUND],
         "expected": {"address": _address(ADDRESS), "decoded_bytes": 40, "codecs": ["raw"]},
         "refused": _refused(),
@@ -293,7 +301,7 @@ def redis_vectors():
     for name, address, _, _, write_id, _, payload in SOUND:
         place = {n: value for n, value in (ADDRESS | address).items() if n != "parent"}
         body = pattern(*payload)
-        values = page.redis_values("kvcache", body, **place, write_id=write_id, part_bytes=262_144)
+        values = spec_reference.redis_values("kvcache", body, **place, write_id=write_id, part_bytes=262_144)
         rows.append({"record": name, "part_bytes": 262_144, "values": values})
     return rows
 

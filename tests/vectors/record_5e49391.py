@@ -19,11 +19,11 @@ import msgpack
 from kvcache.config import load as load_settings
 from kvcache.hierarchy.cache import Cache
 from kvcache.hierarchy.legacy import leave
-
-import kvcache
 from tests.daemon.house import bound_to, store
 from tests.daemon.old_store import PROMPTS
 from tests.peer.server import empty
+
+import kvcache
 
 
 def redis(file: Path) -> None:

@@ -7,7 +7,7 @@ Alternatives:
   - A cache in each engine. Engines would not share prefixes, and a crash would lose the host tier.
   - An index in shared memory that every client changes. A client that crashes or misbehaves could damage it for all.
   - All bytes through the daemon's socket. A copying client loads 3.3 GB/s, a mapping client 25 GB/s
-    (`benchmarks/remote.py`).
+    (`benchmarks/socket_transfer.py`).
 
 The daemon therefore keeps the index, the policy and the tiers to itself. On one host it leases slots (`slot_lease`): a
 client maps the slabs of its tenant and copies between a slot and its pages. It replies when it has copied. Payload

@@ -10,14 +10,14 @@ from typing import Any, cast
 from kvcache.os_env import File, LocalDisk
 
 
-class Drive(LocalDisk):
+class FaultyDisk(LocalDisk):
     def __init__(self) -> None:
         self.going = threading.Event()
         self.going.set()
         self.error: int | None = None
 
     def open(self, path: str, *, create: bool = False, direct: bool = False) -> File:
-        return cast(File, Watched(self, super().open(path, create=create, direct=direct)))
+        return cast(File, FaultyFile(self, super().open(path, create=create, direct=direct)))
 
     def hang(self) -> None:
         """Every read and write waits from now on, until `go`."""
@@ -27,8 +27,8 @@ class Drive(LocalDisk):
         self.going.set()
 
 
-class Watched:
-    def __init__(self, drive: Drive, file: File) -> None:
+class FaultyFile:
+    def __init__(self, drive: FaultyDisk, file: File) -> None:
         self._drive, self._file = drive, file
 
     def __getattr__(self, name: str) -> Any:

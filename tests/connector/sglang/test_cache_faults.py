@@ -14,7 +14,7 @@ import torch
 from kvcache.connector.sglang import pool_store as faults
 from kvcache.connector.sglang.lookup_leases import LookupLeases
 from kvcache.testing.naive_cache import NaiveCache
-from tests.connector.sabotage import FACE, WAYS, Sabotage
+from tests.connector.fault_injection import FAULTS, METHODS, FaultInjector
 from tests.connector.sglang.test_pool_store import chain, opened, pool, pool_store
 
 ENDED_S = 10.0
@@ -22,7 +22,7 @@ ENDED_S = 10.0
 
 
 def over(methods: Sequence[str]) -> Any:
-    return pytest.mark.parametrize(("method", "way"), [(method, way) for method in methods for way in WAYS])
+    return pytest.mark.parametrize(("method", "fault"), [(method, fault) for method in methods for fault in FAULTS])
 
 
 @pytest.fixture(autouse=True)
@@ -31,15 +31,15 @@ def forget(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(faults, "_logged", set())
 
 
-@over(FACE)
-def test_a_face_that_breaks_its_promises(method: str, way: str) -> None:
-    sabotage, keys, host = Sabotage(), chain(8), pool(1)
-    cache = sabotage.before(NaiveCache())
+@over(METHODS)
+def test_a_face_that_breaks_its_promises(method: str, fault: str) -> None:
+    injector, keys, host = FaultInjector(), chain(8), pool(1)
+    cache = injector.wrap(NaiveCache())
     assert all(pool_store(cache, host).store(keys, range(8)))
     other = pool()
     store = pool_store(cache, other)
     store.deadline_s = 0.05
-    sabotage.method, sabotage.way = method, way
+    injector.method, injector.fault = method, fault
     begun = time.monotonic()
     assert 0 <= store.match_prefix(keys) <= 8
     assert len(store.present(keys)) == 8
@@ -47,24 +47,24 @@ def test_a_face_that_breaks_its_promises(method: str, way: str) -> None:
     kept = store.store(fresh, range(20, 24))
     assert time.monotonic() - begun < ENDED_S
     assert (len(came), len(kept)) == (8, 4)
-    if not (method == "blocks" and way == "a hit of everything"):  # a number that says of itself how many came
+    if not (method == "blocks" and fault == "a hit of everything"):  # a number that says of itself how many came
         assert all(torch.equal(other.page(i), host.page(i)) for i, here in enumerate(came) if here)
-    sabotage.method, store.deadline_s = "", 30.0
+    injector.method, store.deadline_s = "", 30.0
     assert store.load(keys, range(8)) == [True] * 8, "and afterwards it goes on"
     assert store.match_prefix(fresh) >= kept.count(True)
 
 
 @over(("request", "match", "admit", "close"))
-def test_promises_over_such_a_face(method: str, way: str, tmp_path: Path) -> None:
+def test_promises_over_such_a_face(method: str, fault: str, tmp_path: Path) -> None:
     """On the scheduler's thread: the linker turns an error into a miss; nothing is held for ever, and afterwards
     promises are kept again."""
-    sabotage, keys = Sabotage(), chain(8)
+    injector, keys = FaultInjector(), chain(8)
     with opened(tmp_path) as cache:
-        store = pool_store(sabotage.before(cache), pool(1))
+        store = pool_store(injector.wrap(cache), pool(1))
         assert all(store.store(keys, range(8)))
         told = LookupLeases({"kv": store.bound, "swa": store.bound}, 0.01)
         assert told.loadable_lengths("before", keys, {"swa": 2}) == [5, 6, 7, 8]
-        sabotage.method, sabotage.way = method, way
+        injector.method, injector.fault = method, fault
         begun = time.monotonic()
         for rid, last in (("a", {}), ("b", {"swa": 2}), ("before", {"swa": 2})):
             for _ in range(2):
@@ -74,7 +74,7 @@ def test_promises_over_such_a_face(method: str, way: str, tmp_path: Path) -> Non
             faults.release((taken or {}).values())
         told.clear()
         assert time.monotonic() - begun < ENDED_S
-        sabotage.method = ""
+        injector.method = ""
         assert told.loadable_lengths("a", keys) == list(range(1, 9))
         requests = told.claim("a", {"kv": keys, "swa": keys})
         assert requests is not None
@@ -92,12 +92,12 @@ def _or_nothing(work: Any) -> Any:
 
 
 def test_a_fault_is_said_once_a_kind(caplog: pytest.LogCaptureFixture) -> None:
-    sabotage = Sabotage()
-    store = pool_store(sabotage.before(NaiveCache()), pool())
-    sabotage.method = "match"
+    injector = FaultInjector()
+    store = pool_store(injector.wrap(NaiveCache()), pool())
+    injector.method = "match"
     with caplog.at_level(logging.ERROR, "kvcache.sglang"):
-        for way in ("a mistake", "an error of ours", "a mistake"):
-            sabotage.way = way
+        for fault in ("a mistake", "an error of ours", "a mistake"):
+            injector.fault = fault
             for _ in range(5):
                 assert store.match_prefix(chain(3)) == 0
     assert [("ZeroDivisionError" in line, "ClosedError" in line) for line in caplog.messages] == [

@@ -11,7 +11,7 @@ import pytest
 from kvcache.connector.sglang.config import Options, close_cache, engine_name, identify_model, open_cache
 from kvcache.connector.sglang.host_pools import Ranks
 from kvcache.errors import ConfigError, ModelError
-from tests.engine import tiny
+from tests.engine import tiny_model
 
 
 def test_ours_and_settings_are_told_apart() -> None:
@@ -53,7 +53,7 @@ def test_a_directory_that_is_closing_can_be_opened_again(tmp_path: Path) -> None
 
 
 def test_weights_are_named_by_the_server_or_by_hand(tmp_path: Path) -> None:
-    places = [tiny.make(tmp_path / str(seed), seed=seed) for seed in range(2)]
+    places = [tiny_model.make(tmp_path / str(seed), seed=seed) for seed in range(2)]
     told = [identify_model(SimpleNamespace(model_path=place), "served", Options()) for place in places]
     assert told[0].revision != told[1].revision, "the same served name, other weights"
     assert told[0].facts["config"]["rope_parameters"]

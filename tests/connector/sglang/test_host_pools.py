@@ -10,7 +10,12 @@ import torch
 from kvcache.connector.sglang.host_pools import MHA_ORDERS, MLA_ORDERS, Ranks, describe_pool, is_logical
 from kvcache.errors import LayoutError
 from kvcache.transfer.cpu import CpuCopier, ReferenceCopier
-from tests.connector.sglang.pools import LogicalPoolHost, MHATokenToKVPoolHost, MLATokenToKVPoolHost, StatePoolHost
+from tests.connector.sglang.fake_host_pools import (
+    LogicalPoolHost,
+    MHATokenToKVPoolHost,
+    MLATokenToKVPoolHost,
+    StatePoolHost,
+)
 
 COPIERS = (CpuCopier(), ReferenceCopier())
 

@@ -15,7 +15,7 @@ from kvcache.connector.sglang.host_pools import Ranks, describe_pool
 from kvcache.connector.sglang.lookup_leases import LookupLeases
 from kvcache.connector.sglang.pool_store import lengths_with_last_pages
 from kvcache.errors import LayoutError
-from tests.connector.sglang.drives import Drive
+from tests.connector.sglang.faulty_disk import FaultyDisk
 from tests.connector.sglang.test_pool_store import chain, opened, pool, pool_store
 
 
@@ -33,7 +33,7 @@ def length(told: LookupLeases, rid: str, keys: list[str]) -> int:
     return len(ends)
 
 
-def kept(place: Path, count: int, drive: Drive | None = None) -> Any:
+def kept(place: Path, count: int, drive: FaultyDisk | None = None) -> Any:
     with opened(place) as cache:
         pool_store(cache, pool(1)).store(chain(count), range(count))
     return opened(place, drive)
@@ -60,7 +60,7 @@ def test_what_lies_in_memory_is_promised_at_once(tmp_path: Path) -> None:
 
 
 def test_a_hung_drive_is_not_waited_for_and_never_promised(tmp_path: Path) -> None:
-    drive, clock = Drive(), Clock()
+    drive, clock = FaultyDisk(), Clock()
     cache = kept(tmp_path, 20, drive)
     drive.hang()
     told = LookupLeases({"kv": pool_store(cache, pool()).bound}, 0.05, clock)
@@ -185,7 +185,7 @@ def test_a_window_on_the_drive_is_promised_once_it_is_up(tmp_path: Path) -> None
     with opened(tmp_path) as cache:
         for name in ("kv", "swa"):
             pool_store(cache, pool(1), facts={"pool": name}).store(keys, range(20))
-    drive = Drive()
+    drive = FaultyDisk()
     with opened(tmp_path, drive) as cache:
         drive.hang()
         bounds = {name: pool_store(cache, pool(), facts={"pool": name}).bound for name in ("kv", "swa")}

@@ -20,8 +20,8 @@ from kvcache.os_env import OsEnv
 from kvcache.settings.sources import load
 from kvcache.testing.faulty_cache import FaultyCache
 from kvcache.testing.naive_cache import NaiveCache
-from tests.connector.sglang.drives import Drive
-from tests.connector.sglang.pools import MHATokenToKVPoolHost
+from tests.connector.sglang.fake_host_pools import MHATokenToKVPoolHost
+from tests.connector.sglang.faulty_disk import FaultyDisk
 
 PAGES = 64
 
@@ -48,13 +48,13 @@ def pool_store(cache: Any, host: Any, ranks: Ranks | None = None, **named: Any) 
     return PoolStore(bound, described, 30.0)
 
 
-def opened(place: Path, drive: Drive | None = None, host_bytes: int = 8 << 20) -> Cache:
+def opened(place: Path, drive: FaultyDisk | None = None, host_bytes: int = 8 << 20) -> Cache:
     settings = load(
         host={"capacity_bytes": host_bytes, "slab_bytes": min(host_bytes // 4, 1 << 20)},
         nvme={"path": place / "nvme", "capacity_bytes": 64 << 20, "min_free_bytes": 0, "segment_bytes": 1 << 20},
         control={"enabled": False},
     )
-    return Cache(settings, OsEnv(disk=drive or Drive()))
+    return Cache(settings, OsEnv(disk=drive or FaultyDisk()))
 
 
 @pytest.fixture(params=["naive", "tiers"])
@@ -179,7 +179,7 @@ def test_after_a_restart_it_is_on_the_drive(tmp_path: Path) -> None:
 
 
 def test_a_hung_drive_ends_every_call_and_writes_nothing_later(tmp_path: Path) -> None:
-    host, keys, drive = pool(9), chain(20), Drive()
+    host, keys, drive = pool(9), chain(20), FaultyDisk()
     with opened(tmp_path) as cache:
         pool_store(cache, host).store(keys, range(20))
     cache = opened(tmp_path, drive)
@@ -202,7 +202,7 @@ def test_a_hung_drive_ends_every_call_and_writes_nothing_later(tmp_path: Path) -
 
 
 def test_a_full_drive_keeps_what_fits_in_memory(tmp_path: Path) -> None:
-    host, drive = pool(10), Drive()
+    host, drive = pool(10), FaultyDisk()
     cache = opened(tmp_path, drive)
     drive.error = errno.ENOSPC
     store, keys = pool_store(cache, host), chain(10)

@@ -18,14 +18,14 @@ from kvcache.connector.transformers import PrefixStore
 from kvcache.connector.transformers.revision import SAMPLE_BYTES, SAMPLES, tensors_revision
 from kvcache.errors import ModelError
 from kvcache.testing.naive_cache import NaiveCache
-from tests.engine import tiny
+from tests.engine import tiny_model
 
 WHOLE = SAMPLES * SAMPLE_BYTES
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return Path(tiny.make(tmp_path_factory.mktemp("model") / "it"))
+    return Path(tiny_model.make(tmp_path_factory.mktemp("model") / "it"))
 
 
 def named(place: Path, **told: Any) -> bytes:
@@ -44,7 +44,7 @@ def test_a_copy_of_the_files_has_the_same_name(folder: Path, tmp_path: Path) -> 
 
 def test_what_selects_weights_makes_another_name(folder: Path, tmp_path: Path) -> None:
     top = Path(shutil.copytree(folder, tmp_path / folder.name))
-    tiny.make(top / "inner", seed=1)
+    tiny_model.make(top / "inner", seed=1)
     AutoModelForCausalLM.from_pretrained(top / "inner").save_pretrained(top, variant="other")
     seen = [named(top), named(top, subfolder="inner"), named(top, dtype=torch.bfloat16), named(top, rms_norm_eps=0.5)]
     (top / "model.safetensors").unlink()

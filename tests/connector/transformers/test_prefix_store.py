@@ -16,8 +16,8 @@ from transformers import DynamicCache
 import kvcache
 from kvcache.connector.transformers import PrefixStore
 from kvcache.testing.naive_cache import NaiveCache
-from tests.connector.sabotage import FACE, WAYS, Sabotage
-from tests.engine import tiny
+from tests.connector.fault_injection import FAULTS, METHODS, FaultInjector
+from tests.engine import tiny_model
 
 FAMILIES = ("llama", "llama-rope-llama3", "smollm2", "mistral-window", "qwen2-window", "qwen3", "gemma3")
 BLOCK = 8
@@ -26,13 +26,16 @@ BLOCK = 8
 def made(place: Path, family: str) -> Any:
     if family == "gemma3":
         sizes = dict(
-            tiny._SIZES, head_dim=24, sliding_window=20, layer_types=["sliding_attention"] * 2 + ["full_attention"]
+            tiny_model._SIZES,
+            head_dim=24,
+            sliding_window=20,
+            layer_types=["sliding_attention"] * 2 + ["full_attention"],
         )
         torch.manual_seed(0)
         model = transformers.Gemma3ForCausalLM(transformers.Gemma3TextConfig(**sizes)).float()
         model.save_pretrained(place)
         return transformers.AutoModelForCausalLM.from_pretrained(place, dtype=torch.float32)
-    return transformers.AutoModelForCausalLM.from_pretrained(tiny.make(place, family), dtype=torch.float32)
+    return transformers.AutoModelForCausalLM.from_pretrained(tiny_model.make(place, family), dtype=torch.float32)
 
 
 @pytest.fixture(scope="session")
@@ -204,7 +207,7 @@ def test_weights_that_differ_share_nothing(
     prompt = tokens(Random(9), 1, 40)
     generate(PrefixStore(cache, model_of("llama"), block_tokens=BLOCK), prompt)
     assert cache.flush(30)
-    place = tiny.make(tmp_path / "other", "llama", seed=1)
+    place = tiny_model.make(tmp_path / "other", "llama", seed=1)
     other = transformers.AutoModelForCausalLM.from_pretrained(place, dtype=torch.float32)
     for named in ({}, {"revision": "mine"}, {"tenant": "other"}, {"cache_salt": "x"}, {"adapter": "a"}):
         store = PrefixStore(cache, other, block_tokens=BLOCK, **named)
@@ -213,15 +216,15 @@ def test_weights_that_differ_share_nothing(
         assert cache.flush(30)
 
 
-@pytest.mark.parametrize("method", FACE)
+@pytest.mark.parametrize("method", METHODS)
 def test_a_cache_that_breaks_its_promises_changes_no_token(method: str, model_of: Callable[[str], Any]) -> None:
-    model, sabotage, prompt = model_of("llama"), Sabotage(), tokens(Random(12), 1, 20)
+    model, injector, prompt = model_of("llama"), FaultInjector(), tokens(Random(12), 1, 20)
     expected = generate(model, prompt)
-    store = PrefixStore(sabotage.before(NaiveCache()), model, block_tokens=BLOCK, patience_s=0.2)
+    store = PrefixStore(injector.wrap(NaiveCache()), model, block_tokens=BLOCK, patience_s=0.2)
     assert torch.equal(generate(store, prompt), expected)
-    for way in WAYS:
-        sabotage.method, sabotage.way = method, way
-        assert torch.equal(generate(store, prompt), expected), way
-    sabotage.method = ""
+    for fault in FAULTS:
+        injector.method, injector.fault = method, fault
+        assert torch.equal(generate(store, prompt), expected), fault
+    injector.method = ""
     assert torch.equal(generate(store, prompt), expected)
     assert store.reused == 16

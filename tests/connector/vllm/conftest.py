@@ -26,7 +26,7 @@ OURS = tuple(f"kvcache.connector.vllm.{name}" for name in ("message", "whole", "
 
 
 @pytest.fixture
-def of_a_version(monkeypatch: pytest.MonkeyPatch) -> None:
+def any_vllm_version(monkeypatch: pytest.MonkeyPatch) -> None:
     """Any version of vLLM."""
     version: Any = ModuleType(VERSION)
     version.VERSION, version.hash_origin, version.hash_tokens = "0", lambda _: "vllm", lambda *_: TOKENS
@@ -36,7 +36,7 @@ def of_a_version(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def sides(monkeypatch: pytest.MonkeyPatch, of_a_version: None) -> Iterator[Callable[..., tuple[Any, Any]]]:
+def make_connector(monkeypatch: pytest.MonkeyPatch, any_vllm_version: None) -> Iterator[Callable[..., tuple[Any, Any]]]:
     """The scheduler's side and a rank's over one cache; the rank's pages are `working.memory`."""
     base: Any = ModuleType(OF_VLLM)
     base.KVConnectorMetadata = base.KVConnectorWorkerMetadata = base.KVConnectorHandshakeMetadata = object

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.peer.vllm.matrix import RESULTS, ROWS, page, state
+from tests.peer.vllm.compatibility_page import RESULTS, ROWS, page, state
 
 ROOT = Path(__file__).parents[3]
 
@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[3]
 def test_the_page_is_written_from_the_results() -> None:
     written = page(json.loads(RESULTS.read_text()))
     current = (ROOT / "docs" / "compatibility.md").read_text()
-    assert written == current, "out of date: python tests/peer/vllm/matrix.py > docs/compatibility.md"
+    assert written == current, "out of date: python tests/peer/vllm/compatibility_page.py > docs/compatibility.md"
 
 
 def test_every_row_names_tests_that_there_are() -> None:

@@ -55,10 +55,10 @@ def test_options_that_make_no_sense_are_left_out_and_logged() -> None:
     assert RequestOptions.of(None) == (RequestOptions(), "")
 
 
-def test_whose_a_request_is_reaches_what_a_rank_does_for_it(sides: Callable[..., tuple[Any, Any]]) -> None:
+def test_whose_a_request_is_reaches_what_a_rank_does_for_it(make_connector: Callable[..., tuple[Any, Any]]) -> None:
     settings: dict[str, Any] = {"host": {"capacity_bytes": "1MiB"}, "nvme": {"enabled": False}}
     with closing(kvcache.open(**settings, control={"enabled": False})) as cache:
-        scheduling, working = sides(cache)
+        scheduling, working = make_connector(cache)
         asked = request("r", agent="planner", session="one")
         store_three(scheduling, working, asked)
         (stored,) = [event for event in cache.events.last() if event.kind == "stored"]

@@ -16,7 +16,7 @@ from kvcache.block.layout import Shard
 from kvcache.connector.vllm.events import KVEventPublisher
 from kvcache.connector.vllm.kv_layout import ModelIdentity
 from kvcache.index.kv_events import EventBatch, KVEvent
-from tests.contract.caches import FULL, HYBRID, Engine, MiB
+from tests.contract.fake_engine import FULL, HYBRID, Engine, MiB
 
 WORDS: Any = SimpleNamespace(
     event=lambda kind, **fields: SimpleNamespace(kind=kind, **fields),

@@ -17,7 +17,7 @@ from kvcache.testing.faulty_cache import RaisingProxy
 from kvcache.testing.naive_cache import NaiveCache
 from tests.connector.vllm.conftest import PAGES, TOKENS, blocks, output, request
 
-Sides = Callable[..., tuple[Any, Any]]
+MakeConnector = Callable[..., tuple[Any, Any]]
 NAMES = ("namespace", "request", "match", "extend", "admit", "load", "store", "close", "computed",
          "done", "blocks", "wait", "cancel")  # fmt: skip
 
@@ -32,7 +32,7 @@ def content(digest: bytes) -> Any:
 
 
 class Engine:
-    """vLLM's loop around both sides, of one request after the other; pages are given out in turn."""
+    """vLLM's loop around scheduler and worker, of one request after the other; pages are given out in turn."""
 
     def __init__(self, sides: tuple[Any, Any]) -> None:
         self.scheduling, self.working = sides
@@ -85,9 +85,11 @@ def sound(engine: Engine) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_call_that_always_raises(sides: Sides, name: str) -> None:
+def test_a_call_that_always_raises(make_connector: MakeConnector, name: str) -> None:
     broken = [True]
-    engine = Engine(sides(RaisingProxy(NaiveCache(), lambda called: broken[0] and called == name), load="async"))
+    engine = Engine(
+        make_connector(RaisingProxy(NaiveCache(), lambda called: broken[0] and called == name), load="async")
+    )
     for prompt in (1, 2, 1, 2):
         engine.run(chain(prompt, 5))
     broken[0] = False
@@ -95,10 +97,10 @@ def test_a_call_that_always_raises(sides: Sides, name: str) -> None:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_any_call_raises_now_and_then(sides: Sides, seed: int) -> None:
+def test_any_call_raises_now_and_then(make_connector: MakeConnector, seed: int) -> None:
     rng = random.Random(seed)
     part = rng.choice([0.02, 0.1, 0.4])
-    engine = Engine(sides(RaisingProxy(NaiveCache(), lambda _: rng.random() < part), load="async"))
+    engine = Engine(make_connector(RaisingProxy(NaiveCache(), lambda _: rng.random() < part), load="async"))
     for _ in range(40):
         engine.run(chain(rng.randrange(4), rng.randrange(1, 9)))
     part = 0.0

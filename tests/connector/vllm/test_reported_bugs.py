@@ -16,7 +16,7 @@ from kvcache.cache.api import Hit
 from kvcache.testing.naive_cache import NaiveCache, NaiveRequest
 from tests.connector.vllm.conftest import TOKENS, blocks, output, request, store_three
 
-Sides = Callable[..., tuple[Any, Any]]
+MakeConnector = Callable[..., tuple[Any, Any]]
 
 
 @pytest.fixture
@@ -27,9 +27,9 @@ def cache() -> Iterator[Any]:
 
 
 @pytest.fixture
-def filled(sides: Sides, cache: Any) -> Any:
+def filled(make_connector: MakeConnector, cache: Any) -> Any:
     """The scheduler's side of an engine that has stored a prompt of three blocks."""
-    scheduling, working = sides(cache, "async")
+    scheduling, working = make_connector(cache, "async")
     asked = request("first")
     store_three(scheduling, working, asked)
     scheduling.on_request_finished(asked)
@@ -107,9 +107,9 @@ class Asking(NaiveRequest):
         return replace(super().match(*given, **named), pending=True)
 
 
-def test_a_lookup_that_is_never_answered_ends(sides: Sides, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_lookup_that_is_never_answered_ends(make_connector: MakeConnector, monkeypatch: pytest.MonkeyPatch) -> None:
     """vllm 53130, 23620"""
-    scheduling, _ = sides(Undecided())
+    scheduling, _ = make_connector(Undecided())
     now = [0.0]
     monkeypatch.setattr(sys.modules[type(scheduling).__module__], "monotonic", lambda: now[0])
     asked = request("waits")

@@ -82,7 +82,7 @@ class Manager:
 
 
 @pytest.fixture
-def make(monkeypatch: pytest.MonkeyPatch, of_a_version: None) -> Iterator[Make]:
+def make(monkeypatch: pytest.MonkeyPatch, any_vllm_version: None) -> Iterator[Make]:
     base: Any = ModuleType("vllm.v1.kv_offload.base")
     base.LookupResult, base.Medium = Found, SimpleNamespace(STORAGE="STORAGE")
     base.RequestOffloadingContext = SimpleNamespace

@@ -48,8 +48,8 @@ def counts(scheduling: Any) -> dict[str, int]:
 
 
 @pytest.fixture
-def scheduling(sides: Callable[..., tuple[Any, Any]]) -> Any:
-    return sides(Refusing())[0]
+def scheduling(make_connector: Callable[..., tuple[Any, Any]]) -> Any:
+    return make_connector(Refusing())[0]
 
 
 def step(scheduling: Any, asked: Any) -> Any:
@@ -148,9 +148,9 @@ def test_what_is_admitted_while_the_daemon_is_away_is_counted(scheduling: Any, m
 
 
 @pytest.fixture
-def filled(sides: Callable[..., tuple[Any, Any]]) -> Any:
+def filled(make_connector: Callable[..., tuple[Any, Any]]) -> Any:
     """The scheduler's side of an engine that has stored a prompt."""
-    scheduling, working = sides(NaiveCache())
+    scheduling, working = make_connector(NaiveCache())
     message = step(scheduling, request("first"))
     working.begin(message)
     working.store(message)

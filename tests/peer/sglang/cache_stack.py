@@ -12,11 +12,11 @@ from typing import Any
 
 import torch
 
-from tests.peer.sglang.pools import PAGE, SIZES, Pools, make
+from tests.peer.sglang.device_pools import PAGE, SIZES, Pools, make
 
 
 @dataclass
-class Stack:
+class HiCacheStack:
     """One life of it. `extra` goes to the backend; `place` holds what outlives it."""
 
     place: Any
@@ -107,7 +107,7 @@ class Stack:
 
         return self.tree.match_prefix(MatchPrefixParams(key=key_of(tokens)))
 
-    def prefetch_of(self, tokens: list[int], rid: str = "r") -> int:
+    def run_prefetch(self, tokens: list[int], rid: str = "r") -> int:
         """Ask the backend for these, to the end; tokens that lie in the host pool afterwards."""
         from sglang.srt.mem_cache.base_prefix_cache import CacheRequestHandle
 
@@ -119,7 +119,7 @@ class Stack:
         self.pump(lambda: self.tree.check_prefetch_progress(handle))
         return int(self.match(tokens).host_hit_length)
 
-    def bring_back(self, tokens: list[int], rid: str = "r") -> list[tuple[torch.Tensor, ...]]:
+    def load_back(self, tokens: list[int], rid: str = "r") -> list[tuple[torch.Tensor, ...]]:
         """From the host pool into device pages; what is there then."""
         from sglang.srt.mem_cache.base_prefix_cache import InitLoadBackParams
 
@@ -153,7 +153,7 @@ class Stack:
 
 
 @dataclass
-class LinkedStack:
+class LinkerStack:
     """SGLang's tree over our linker: device pools and nothing of its own below."""
 
     place: Any
@@ -166,7 +166,7 @@ class LinkedStack:
 
         self.pools = make(self.kind, self.dtype)
         self.tree = UnifiedRadixCache(params_of(self.pools))
-        self.linker = linker_over(self.place, self.pools, **{"lookup_wait_s": 4.0} | self.ours)
+        self.linker = make_linker(self.place, self.pools, **{"lookup_wait_s": 4.0} | self.ours)
         self.tree.init_cache_linker(self.linker)
 
     def compute(self, tokens: list[int], seed: int = 0) -> list[tuple[torch.Tensor, ...]]:
@@ -247,7 +247,7 @@ def params_of(pools: Pools) -> Any:
     )
 
 
-def linker_over(place: Any, pools: Pools, *, params: Any = None, **ours: Any) -> Any:
+def make_linker(place: Any, pools: Pools, *, params: Any = None, **ours: Any) -> Any:
     from sglang.srt.runtime_context import get_context
 
     from kvcache.connector.sglang import KVCacheLinker

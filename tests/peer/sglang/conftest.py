@@ -22,18 +22,18 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session")
 def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    from tests.engine import tiny
+    from tests.engine import tiny_model
 
-    return tiny.make(tmp_path_factory.mktemp("model"), "llama", max_position_embeddings=2048)
+    return tiny_model.make(tmp_path_factory.mktemp("model"), "llama", max_position_embeddings=2048)
 
 
 @pytest.fixture(scope="session")
 def windowed(tmp_path_factory: pytest.TempPathFactory) -> str:
     """Layers of sliding and of full attention in turn, which SGLang keeps in two pools."""
-    from tests.engine import tiny
+    from tests.engine import tiny_model
 
     rope = {"rope_type": "default", "rope_theta": 10000.0}
-    return tiny.make(
+    return tiny_model.make(
         tmp_path_factory.mktemp("windowed"),
         "mellum",
         max_position_embeddings=2048,
@@ -50,15 +50,15 @@ def windowed(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.fixture(scope="session")
 def answers(model: str, tmp_path_factory: pytest.TempPathFactory) -> list[list[int]]:
     """Of a server without any cache of ours."""
-    from tests.peer.sglang.serving import PROMPTS, Server
+    from tests.peer.sglang.sglang_server import PROMPTS, SGLangServer
 
-    with Server(model, tmp_path_factory.mktemp("plain")) as server:
+    with SGLangServer(model, tmp_path_factory.mktemp("plain")) as server:
         return [server.generate(prompt)[0] for prompt in PROMPTS]
 
 
 @pytest.fixture(scope="session")
-def sglang_here(tmp_path_factory: pytest.TempPathFactory) -> None:
+def sglang_in_process(tmp_path_factory: pytest.TempPathFactory) -> None:
     """SGLang in this process, with host pools that copy by torch."""
-    from tests.peer.sglang.here import begin
+    from tests.peer.sglang.in_process import init_in_process
 
-    begin(0, 1, tmp_path_factory.mktemp("group") / "store")
+    init_in_process(0, 1, tmp_path_factory.mktemp("group") / "store")

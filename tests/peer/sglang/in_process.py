@@ -8,7 +8,7 @@ import warnings
 from pathlib import Path
 
 
-def begin(rank: int, size: int, meeting: Path) -> None:
+def init_in_process(rank: int, size: int, meeting: Path) -> None:
     """`meeting`: a file by which the ranks find each other."""
     os.environ["SGLANG_USE_CPU_ENGINE"] = "1"
     # The ninja that servers take as well: another version of it builds SGLang's extension anew, and then they do again.

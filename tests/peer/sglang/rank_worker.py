@@ -1,4 +1,4 @@
-"""One of two tensor ranks over the linker: python -m tests.peer.sglang.rank RANK DIRECTORY."""
+"""One of two tensor ranks over the linker: python -m tests.peer.sglang.rank_worker RANK DIRECTORY."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from pathlib import Path
 
 import torch
 
-from tests.peer.sglang.here import begin
-from tests.peer.sglang.pools import PAGE
-from tests.peer.sglang.stack import LinkedStack
+from tests.peer.sglang.cache_stack import LinkerStack
+from tests.peer.sglang.device_pools import PAGE
+from tests.peer.sglang.in_process import init_in_process
 
 PROMPT = list(range(2, 2 + 20 * PAGE))
 
 
 def main(rank: int, place: Path) -> None:
-    begin(rank, 2, place / "meeting")
-    stack = LinkedStack(place)
+    init_in_process(rank, 2, place / "meeting")
+    stack = LinkerStack(place)
     computed = stack.compute(PROMPT, seed=rank)  # each has heads of its own
     for turn in range(3):
         stack.tree.reset()

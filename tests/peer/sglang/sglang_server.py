@@ -19,7 +19,7 @@ from random import Random
 from typing import Any
 
 from kvcache.block.record import MAGIC
-from tests.peer.port import free_port
+from tests.peer.ports import free_port
 
 ROOT = Path(__file__).parents[3]
 PAGE = 16
@@ -92,7 +92,7 @@ def damage(place: Path, every: int = 3) -> int:
     return turned
 
 
-class Server:
+class SGLangServer:
     def __init__(self, model: str, place: Path, *flags: str, env: Mapping[str, str] | None = None) -> None:
         self.port = free_port()
         place.mkdir(parents=True, exist_ok=True)
@@ -125,7 +125,7 @@ class Server:
             self.kill()
             raise
 
-    def __enter__(self) -> Server:
+    def __enter__(self) -> SGLangServer:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -176,11 +176,11 @@ class Server:
             assert time.monotonic() < end, self.tail()
             time.sleep(0.1)
 
-    def forget(self) -> None:
+    def flush_cache(self) -> None:
         """What it holds itself, on device and host."""
-        self.order("POST", "/flush_cache")
+        self.retry_while_busy("POST", "/flush_cache")
 
-    def order(self, method: str, path: str, body: Any = None) -> None:
+    def retry_while_busy(self, method: str, path: str, body: Any = None) -> None:
         """Something that SGLang refuses while it is busy, which it is for a little after an answer."""
 
         def done() -> bool:

@@ -12,10 +12,15 @@ import torch
 
 from kvcache.connector.sglang.host_pools import Ranks, describe_pool
 from kvcache.errors import LayoutError, ModelError
-from tests.connector.sglang.pools import LogicalPoolHost, MHATokenToKVPoolHost, MLATokenToKVPoolHost, StatePoolHost
-from tests.engine import tiny
+from tests.connector.sglang.fake_host_pools import (
+    LogicalPoolHost,
+    MHATokenToKVPoolHost,
+    MLATokenToKVPoolHost,
+    StatePoolHost,
+)
+from tests.engine import tiny_model
 
-pytestmark = pytest.mark.usefixtures("sglang_here")
+pytestmark = pytest.mark.usefixtures("sglang_in_process")
 
 
 def chain(count: int) -> list[str]:
@@ -173,7 +178,7 @@ def test_what_moved_is_told_once(tmp_path: Path) -> None:
 
 
 def test_a_pool_that_no_other_engine_can_read_is_not_shared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = tiny.make(tmp_path / "model")
+    model = tiny_model.make(tmp_path / "model")
     monkeypatch.setattr("kvcache.connector.sglang.storage._ServerArguments", lambda: SimpleNamespace(model_path=model))
     shared = {"share_across_engines": True}
     backend(tmp_path / "1", MHATokenToKVPoolHost("page_head"), ours=shared).close()

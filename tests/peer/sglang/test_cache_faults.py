@@ -12,25 +12,25 @@ import torch
 
 from kvcache.connector.sglang import pool_store as faults
 from kvcache.testing.naive_cache import NaiveCache
-from tests.connector.sabotage import FACE, WAYS, Sabotage
-from tests.connector.sglang.pools import MHATokenToKVPoolHost
-from tests.peer.sglang.pools import LAYERS
+from tests.connector.fault_injection import FAULTS, METHODS, FaultInjector
+from tests.connector.sglang.fake_host_pools import MHATokenToKVPoolHost
+from tests.peer.sglang.device_pools import LAYERS
 from tests.peer.sglang.test_backend import at, backend, chain, transfer
 from tests.peer.sglang.test_linker import Bench, wait
 
 ENDED_S = 10.0
 OF_A_CACHE = ("clear", "stats", "flush")
 
-pytestmark = pytest.mark.usefixtures("sglang_here")
-everything = pytest.mark.parametrize("way", WAYS)
+pytestmark = pytest.mark.usefixtures("sglang_in_process")
+everything = pytest.mark.parametrize("fault", FAULTS)
 
 
 @pytest.fixture
-def sabotage(monkeypatch: pytest.MonkeyPatch) -> Sabotage:
+def injector(monkeypatch: pytest.MonkeyPatch) -> FaultInjector:
     """Before every cache that is opened from now on."""
-    made = Sabotage()
+    made = FaultInjector()
     for room in ("storage", "linker"):
-        monkeypatch.setattr(f"kvcache.connector.sglang.{room}.open_cache", lambda *_: made.before(NaiveCache()))
+        monkeypatch.setattr(f"kvcache.connector.sglang.{room}.open_cache", lambda *_: made.wrap(NaiveCache()))
     monkeypatch.setattr(faults, "_logged", set())
     return made
 
@@ -43,8 +43,8 @@ def in_time(work: Callable[[], Any]) -> Any:
 
 
 @everything
-@pytest.mark.parametrize("method", [*FACE, *OF_A_CACHE])
-def test_the_backend(method: str, way: str, sabotage: Sabotage, tmp_path: Path) -> None:
+@pytest.mark.parametrize("method", [*METHODS, *OF_A_CACHE])
+def test_the_backend(method: str, fault: str, injector: FaultInjector, tmp_path: Path) -> None:
     anchor, side = MHATokenToKVPoolHost("page_first", pages=16), MHATokenToKVPoolHost("page_first", pages=16, dim=4)
     anchor.fill(1)
     side.fill(2)
@@ -52,7 +52,7 @@ def test_the_backend(method: str, way: str, sabotage: Sabotage, tmp_path: Path) 
     assert all(store.batch_set_v1(keys, at(*range(6))))
     assert store.batch_set_v2([transfer("indexer", keys, at(*range(6)))]) == {"indexer": [True] * 6}
     was = [anchor.page(i).clone() for i in range(6)]
-    sabotage.method, sabotage.way = method, way
+    injector.method, injector.fault = method, fault
     assert 0 <= in_time(lambda: store.batch_exists(keys)) <= 6
     assert in_time(lambda: store.exists(keys[0])) in {True, False}
     found = in_time(lambda: store.batch_exists_v2(keys, [transfer("indexer", keys)]))
@@ -75,8 +75,8 @@ def test_the_backend(method: str, way: str, sabotage: Sabotage, tmp_path: Path) 
 
 
 @everything
-@pytest.mark.parametrize("method", [*FACE, *OF_A_CACHE])
-def test_the_linker(method: str, way: str, sabotage: Sabotage, tmp_path: Path) -> None:
+@pytest.mark.parametrize("method", [*METHODS, *OF_A_CACHE])
+def test_the_linker(method: str, fault: str, injector: FaultInjector, tmp_path: Path) -> None:
     """An error to SGLang's requests remains only where a load of held pages fails that had begun: SGLang has no other
     answer for it."""
     bench, keys = Bench(tmp_path, deadline_s=0.05), chain(6)
@@ -84,7 +84,7 @@ def test_the_linker(method: str, way: str, sabotage: Sabotage, tmp_path: Path) -
     bench.fill(1)
     assert bench.offload(keys, list(range(1, 7)))
     assert bench.lookup(keys, "before") == 6
-    sabotage.method, sabotage.way = method, way
+    injector.method, injector.fault = method, fault
     outcomes = []
     for rid in ("before", "a", "b"):
         ends = in_time(lambda rid=rid: linker.lookup(rid, bench.transfer(keys)))
@@ -103,28 +103,28 @@ def test_the_linker(method: str, way: str, sabotage: Sabotage, tmp_path: Path) -
                 linker.layer_done_counter.set_consumer(index)
                 in_time(lambda layer=layer: linker.layer_done_counter.wait_until(layer))
             outcomes.append(in_time(lambda index=index: linker.finish_layer_wise_loading(index)))
-    if method in {"request", "match", "admit", "close", *OF_A_CACHE} and way != "a hit of everything":
+    if method in {"request", "match", "admit", "close", *OF_A_CACHE} and fault != "a hit of everything":
         assert False not in outcomes, "nothing was promised that could not be kept"
     if in_time(lambda: linker.offload(bench.transfer(chain(8)[6:], [1, 2]))):
         wait(linker.num_completed_offloads)
         assert linker.pop_completed_offload() in {True, False}
     in_time(linker.reset)
-    sabotage.method = ""
+    injector.method = ""
     assert bench.lookup(keys, "after") == 6
     assert bench.load(keys, list(range(20, 26)), "after") is True
-    sabotage.method = method
+    injector.method = method
     in_time(linker.close)
 
 
-def test_a_reset_forgets_what_cannot_be_stored(sabotage: Sabotage, tmp_path: Path) -> None:
-    """Stores that never end: SGLang's scheduler waits for what is under way, and receives nothing afterwards."""
+def test_a_reset_forgets_what_cannot_be_stored(injector: FaultInjector, tmp_path: Path) -> None:
+    """Stores that never end: SGLang's scheduler waits for what is under fault, and receives nothing afterwards."""
     bench = Bench(tmp_path, deadline_s=0.3)
-    sabotage.method, sabotage.way = "wait", "never"
+    injector.method, injector.fault = "wait", "never"
     for i in range(50):
         assert bench.linker.offload(bench.transfer(chain(50)[i : i + 1], [1]))
     in_time(bench.linker.reset)
     assert bench.linker.num_completed_offloads() == 0
-    sabotage.method = ""
+    injector.method = ""
     assert bench.offload(chain(3), [1, 2, 3])
     bench.linker.close()
     begun = time.monotonic()
@@ -134,7 +134,7 @@ def test_a_reset_forgets_what_cannot_be_stored(sabotage: Sabotage, tmp_path: Pat
 
 
 def test_without_a_thread_the_scheduler_loads(
-    sabotage: Sabotage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    injector: FaultInjector, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bench, keys = Bench(tmp_path), chain(4)
     bench.fill(3)

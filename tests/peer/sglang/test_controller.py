@@ -13,10 +13,10 @@ from kvcache.cache.cache import Cache
 from kvcache.errors import LayoutError
 from kvcache.os_env import OsEnv
 from kvcache.settings.sources import load
-from tests.connector.sglang.drives import Drive
-from tests.engine import tiny
-from tests.peer.sglang.pools import PAGE, SIZES
-from tests.peer.sglang.stack import Stack
+from tests.connector.sglang.faulty_disk import FaultyDisk
+from tests.engine import tiny_model
+from tests.peer.sglang.cache_stack import HiCacheStack
+from tests.peer.sglang.device_pools import PAGE, SIZES
 
 LAYOUTS = (
     ("layer_first", "direct"),
@@ -27,7 +27,7 @@ LAYOUTS = (
 )
 PROMPT = list(range(2, 2 + 40 * PAGE))
 
-pytestmark = pytest.mark.usefixtures("sglang_here")
+pytestmark = pytest.mark.usefixtures("sglang_in_process")
 
 
 def equal(left: Any, right: Any) -> bool:
@@ -37,14 +37,14 @@ def equal(left: Any, right: Any) -> bool:
 @pytest.mark.parametrize("v1", [0, 1], ids=["v0", "v1"])
 @pytest.mark.parametrize(("layout", "io"), LAYOUTS, ids=[" ".join(pair) for pair in LAYOUTS])
 def test_what_comes_back_after_a_restart_is_what_was_computed(layout: str, io: str, v1: int, tmp_path: Path) -> None:
-    first = Stack(tmp_path, layout=layout, io=io, v1=v1)
+    first = HiCacheStack(tmp_path, layout=layout, io=io, v1=v1)
     computed = first.compute(PROMPT)
     first.stored(40)
     first.close()
-    second = Stack(tmp_path, layout=layout, io=io, v1=v1)
+    second = HiCacheStack(tmp_path, layout=layout, io=io, v1=v1)
     assert second.match(PROMPT).host_hit_length == 0
-    assert second.prefetch_of(PROMPT) == len(PROMPT)
-    assert equal(second.bring_back(PROMPT), computed)
+    assert second.run_prefetch(PROMPT) == len(PROMPT)
+    assert equal(second.load_back(PROMPT), computed)
     assert second.backend.cache.check() == []
     second.close()
 
@@ -55,13 +55,13 @@ def test_models_with_other_pools(kind: str, layout: str, io: str, tmp_path: Path
     """A latent; windows, whose pages are a side pool of their own (v2)."""
     if kind == "mla" and layout == "page_head":
         pytest.skip("SGLang itself has no page_head for a latent")
-    first = Stack(tmp_path, kind=kind, layout=layout, io=io)
+    first = HiCacheStack(tmp_path, kind=kind, layout=layout, io=io)
     computed = first.compute(PROMPT)
     first.stored(40)
     first.close()
-    second = Stack(tmp_path, kind=kind, layout=layout, io=io)
-    assert second.prefetch_of(PROMPT) == len(PROMPT)
-    assert equal(second.bring_back(PROMPT), computed)
+    second = HiCacheStack(tmp_path, kind=kind, layout=layout, io=io)
+    assert second.run_prefetch(PROMPT) == len(PROMPT)
+    assert equal(second.load_back(PROMPT), computed)
     assert second.backend.cache.check() == []
     second.close()
 
@@ -70,7 +70,7 @@ def test_an_indexer_comes_back_with_its_keys(tmp_path: Path) -> None:
     """DSA: a side pool of which every page is needed."""
     size = SIZES["dsa"]
     whole = PROMPT[: 8 * size]
-    first = Stack(tmp_path, kind="dsa")
+    first = HiCacheStack(tmp_path, kind="dsa")
     for layer, buffer in enumerate(first.pools.extras):
         buffer.copy_(torch.randint(0, 255, buffer.shape, generator=torch.Generator().manual_seed(layer)))
     computed = first.compute(whole)
@@ -78,9 +78,9 @@ def test_an_indexer_comes_back_with_its_keys(tmp_path: Path) -> None:
     indexed = [buffer[at[::size] // size].clone() for buffer in first.pools.extras]
     first.stored(16)
     first.close()
-    second = Stack(tmp_path, kind="dsa")
-    assert second.prefetch_of(whole) == len(whole)
-    assert equal(second.bring_back(whole), computed)
+    second = HiCacheStack(tmp_path, kind="dsa")
+    assert second.run_prefetch(whole) == len(whole)
+    assert equal(second.load_back(whole), computed)
     at = second.tree.path_device_indices(second.match(whole).last_device_node)
     for buffer, was in zip(second.pools.extras, indexed, strict=True):
         assert torch.equal(buffer[at[::size] // size], was)
@@ -89,18 +89,18 @@ def test_an_indexer_comes_back_with_its_keys(tmp_path: Path) -> None:
 
 def test_an_indexer_that_does_not_tell_its_pages_is_refused(tmp_path: Path) -> None:
     with pytest.raises(LayoutError, match="page_first_direct"):
-        Stack(tmp_path, kind="dsa", layout="layer_first")
+        HiCacheStack(tmp_path, kind="dsa", layout="layer_first")
 
 
 def test_a_state_comes_back_with_its_prefix(tmp_path: Path) -> None:
     """Mamba: a side pool of which only the end of the prefix is needed."""
-    first = Stack(tmp_path, kind="mamba")
+    first = HiCacheStack(tmp_path, kind="mamba")
     computed = first.compute(PROMPT)
     first.stored(len(PROMPT) + 1)
     first.close()
-    second = Stack(tmp_path, kind="mamba")
-    assert second.prefetch_of(PROMPT) == len(PROMPT)
-    assert equal(second.bring_back(PROMPT), computed)
+    second = HiCacheStack(tmp_path, kind="mamba")
+    assert second.run_prefetch(PROMPT) == len(PROMPT)
+    assert equal(second.load_back(PROMPT), computed)
     slot = int(second.request.kv.mamba_pool_idx)
     for here, there in zip(second.pools.extras, first.pools.extras, strict=True):
         assert any(torch.equal(here[:, slot], there[:, i]) for i in range(1, there.shape[1]) if there[:, i].any())
@@ -109,24 +109,24 @@ def test_a_state_comes_back_with_its_prefix(tmp_path: Path) -> None:
 
 def test_the_head_of_each_call_is_known_where_sglang_tells_it(tmp_path: Path) -> None:
     told = {"hicache_storage_pass_prefix_keys": True}
-    first = Stack(tmp_path, extra=told)
+    first = HiCacheStack(tmp_path, extra=told)
     computed = first.compute(PROMPT)
     longer = [*PROMPT, *range(1000, 1000 + 8 * PAGE)]
     first.stored(40)
     first.compute(longer, seed=1)
     first.stored(48)
     first.close()
-    second = Stack(tmp_path, extra=told)
-    assert second.prefetch_of(PROMPT) == len(PROMPT)
-    assert equal(second.bring_back(PROMPT), computed)
-    second.prefetch_of(longer, "r2")
+    second = HiCacheStack(tmp_path, extra=told)
+    assert second.run_prefetch(PROMPT) == len(PROMPT)
+    assert equal(second.load_back(PROMPT), computed)
+    second.run_prefetch(longer, "r2")
     assert second.match(longer).host_hit_length + second.match(longer).device_prefix_len == len(longer)
     second.close()
 
 
 @pytest.mark.parametrize("policy", ["write_through", "write_through_selective"])
 def test_write_policies(policy: str, tmp_path: Path) -> None:
-    first = Stack(tmp_path, policy=policy)
+    first = HiCacheStack(tmp_path, policy=policy)
     first.compute(PROMPT)
     for _ in range(2):
         first.match(PROMPT)
@@ -139,42 +139,42 @@ def test_write_policies(policy: str, tmp_path: Path) -> None:
     "other", [{"revision": "2"}, {"tenant": "other"}, {"cache_salt": "x"}], ids=lambda o: next(iter(o))
 )
 def test_the_same_tokens_under_other_weights_are_not_there(other: dict[str, Any], tmp_path: Path) -> None:
-    first = Stack(tmp_path)
+    first = HiCacheStack(tmp_path)
     first.compute(PROMPT)
     first.stored(40)
     first.close()
-    second = Stack(tmp_path, ours=other)
-    assert second.prefetch_of(PROMPT) == 0
+    second = HiCacheStack(tmp_path, ours=other)
+    assert second.run_prefetch(PROMPT) == 0
     second.close()
 
 
 def test_another_type_is_not_there(tmp_path: Path) -> None:
-    first = Stack(tmp_path)
+    first = HiCacheStack(tmp_path)
     first.compute(PROMPT)
     first.stored(40)
     first.close()
-    second = Stack(tmp_path, dtype=torch.float16)
-    assert second.prefetch_of(PROMPT) == 0
+    second = HiCacheStack(tmp_path, dtype=torch.float16)
+    assert second.run_prefetch(PROMPT) == 0
     second.close()
 
 
 @pytest.mark.parametrize("layouts", [("page_first", "kernel"), ("layer_first", "direct"), ("page_head", "kernel")])
 def test_layouts_share_in_the_order_that_engines_share(layouts: tuple[str, str], tmp_path: Path) -> None:
     layout, io = layouts
-    model = tiny.make(tmp_path / "model")  # what engines share by names its configuration
-    first = Stack(tmp_path, ours={"share_across_engines": True}, model=model)
+    model = tiny_model.make(tmp_path / "model")  # what engines share by names its configuration
+    first = HiCacheStack(tmp_path, ours={"share_across_engines": True}, model=model)
     computed = first.compute(PROMPT)
     first.stored(40)
     first.close()
-    second = Stack(tmp_path, layout=layout, io=io, ours={"share_across_engines": True}, model=model)
-    assert second.prefetch_of(PROMPT) == len(PROMPT)
-    assert equal(second.bring_back(PROMPT), computed)
+    second = HiCacheStack(tmp_path, layout=layout, io=io, ours={"share_across_engines": True}, model=model)
+    assert second.run_prefetch(PROMPT) == len(PROMPT)
+    assert equal(second.load_back(PROMPT), computed)
     second.close()
 
 
 def test_a_damaged_record_ends_the_prefix(tmp_path: Path) -> None:
     """Wrong bytes are never noticed by SGLang itself."""
-    first = Stack(tmp_path)
+    first = HiCacheStack(tmp_path)
     computed = first.compute(PROMPT)
     first.stored(40)
     first.close()
@@ -185,9 +185,9 @@ def test_a_damaged_record_ends_the_prefix(tmp_path: Path) -> None:
     assert at > 0, "the page's bytes lie there as they are"
     held[at] ^= 1
     segment.write_bytes(held)
-    second = Stack(tmp_path)
-    assert second.prefetch_of(PROMPT) == 17 * PAGE
-    got = second.bring_back(PROMPT)
+    second = HiCacheStack(tmp_path)
+    assert second.run_prefetch(PROMPT) == 17 * PAGE
+    got = second.load_back(PROMPT)
     assert equal(got, [(keys[: 17 * PAGE], values[: 17 * PAGE]) for keys, values in computed])
     second.close()
 
@@ -196,16 +196,16 @@ def test_a_damaged_record_ends_the_prefix(tmp_path: Path) -> None:
 def test_sglangs_own_faults(v1: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Half of all calls fail: whatever is there afterwards is right, and nothing is raised."""
     monkeypatch.setenv("SGLANG_TEST_HICACHE_BACKEND_RANDOM_FAILURE", "0.5")
-    first = Stack(tmp_path, v1=v1)
+    first = HiCacheStack(tmp_path, v1=v1)
     prompts = [[seed, *PROMPT[1:]] for seed in range(1000, 1008)]
     computed = [first.compute(prompt[: 4 * PAGE], seed) for seed, prompt in enumerate(prompts)]
     first.pump(lambda: not first.tree.ongoing_backup)
     first.close()
-    second = Stack(tmp_path, v1=v1)
+    second = HiCacheStack(tmp_path, v1=v1)
     for number, (prompt, whole) in enumerate(zip(prompts, computed, strict=True)):
-        came = second.prefetch_of(prompt[: 4 * PAGE], f"r{number}")
+        came = second.run_prefetch(prompt[: 4 * PAGE], f"r{number}")
         if came:
-            got = second.bring_back(prompt[: 4 * PAGE], f"r{number}")
+            got = second.load_back(prompt[: 4 * PAGE], f"r{number}")
             assert equal(got, [(keys[:came], values[:came]) for keys, values in whole])
     second.close()
 
@@ -216,13 +216,13 @@ def test_many_prompts_at_once(tmp_path: Path) -> None:
 
     from sglang.srt.mem_cache.base_prefix_cache import CacheRequestHandle
 
-    first = Stack(tmp_path)
+    first = HiCacheStack(tmp_path)
     old = [[seed, *PROMPT[1 : 8 * PAGE]] for seed in range(2000, 2008)]
     for seed, prompt in enumerate(old):
         first.compute(prompt, seed)
     first.stored(64)
     first.close()
-    second = Stack(tmp_path)
+    second = HiCacheStack(tmp_path)
     handles = [CacheRequestHandle(f"r{i}", 0) for i in range(8)]
     for seed, (handle, prompt) in enumerate(zip(handles, old, strict=True)):
         second.tree.prefetch_from_storage(handle, second.match(prompt).last_host_node, array("q", prompt), None, [])
@@ -234,7 +234,7 @@ def test_many_prompts_at_once(tmp_path: Path) -> None:
 
 
 def test_clearing_and_attaching_while_it_runs(tmp_path: Path) -> None:
-    stack = Stack(tmp_path)
+    stack = HiCacheStack(tmp_path)
     stack.compute(PROMPT)
     stack.stored(40)
     assert stack.tree.clear_storage_backend()
@@ -254,9 +254,9 @@ def test_clearing_and_attaching_while_it_runs(tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def drive(monkeypatch: pytest.MonkeyPatch) -> Drive:
+def drive(monkeypatch: pytest.MonkeyPatch) -> FaultyDisk:
     """Under every cache that a backend opens from now on."""
-    made = Drive()
+    made = FaultyDisk()
 
     def open_cache(options: Any, engine: str | None = None) -> Cache:
         return Cache(load(None, **options.settings), OsEnv(disk=made))
@@ -265,15 +265,15 @@ def drive(monkeypatch: pytest.MonkeyPatch) -> Drive:
     return made
 
 
-def test_a_hung_drive_neither_holds_requests_nor_sglangs_threads(drive: Drive, tmp_path: Path) -> None:
+def test_a_hung_drive_neither_holds_requests_nor_sglangs_threads(drive: FaultyDisk, tmp_path: Path) -> None:
     hasty = {"deadline_s": 0.5}
-    first = Stack(tmp_path, ours=hasty)
+    first = HiCacheStack(tmp_path, ours=hasty)
     computed = first.compute(PROMPT)
     first.stored(40)
     first.close()
-    second = Stack(tmp_path, ours=hasty)
+    second = HiCacheStack(tmp_path, ours=hasty)
     drive.hang()
-    assert second.prefetch_of(PROMPT) == 0, "released, though the policy would wait for ever"
+    assert second.run_prefetch(PROMPT) == 0, "released, though the policy would wait for ever"
     fresh = [9, *PROMPT[1:]]
     second.compute(fresh, seed=2)
     second.pump(lambda: second.backend.cache.stats()["tiers"]["host"]["records"] >= 40)
@@ -281,18 +281,18 @@ def test_a_hung_drive_neither_holds_requests_nor_sglangs_threads(drive: Drive, t
     drive.go()
     assert second.backend.cache.flush(20)
     second.tree.reset()
-    assert second.prefetch_of(PROMPT, "later") == len(PROMPT)
-    assert equal(second.bring_back(PROMPT, "later"), computed)
+    assert second.run_prefetch(PROMPT, "later") == len(PROMPT)
+    assert equal(second.load_back(PROMPT, "later"), computed)
     second.close()
 
 
-def test_a_full_drive_is_not_sglangs_trouble(drive: Drive, tmp_path: Path) -> None:
-    stack = Stack(tmp_path)
+def test_a_full_drive_is_not_sglangs_trouble(drive: FaultyDisk, tmp_path: Path) -> None:
+    stack = HiCacheStack(tmp_path)
     drive.error = errno.ENOSPC
     computed = stack.compute(PROMPT)
     stack.pump(lambda: stack.backend.cache.stats()["tiers"]["host"]["records"] >= 40)
     stack.tree.reset()
-    assert stack.prefetch_of(PROMPT) == len(PROMPT), "from memory"
-    assert equal(stack.bring_back(PROMPT), computed)
+    assert stack.run_prefetch(PROMPT) == len(PROMPT), "from memory"
+    assert equal(stack.load_back(PROMPT), computed)
     drive.error = None
     stack.close()

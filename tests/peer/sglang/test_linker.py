@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 import torch
 
-from tests.peer.sglang.pools import DIM, HEADS, LAYERS, PAGE
+from tests.peer.sglang.device_pools import DIM, HEADS, LAYERS, PAGE
 
 PAGES = 64
 
-pytestmark = pytest.mark.usefixtures("sglang_here")
+pytestmark = pytest.mark.usefixtures("sglang_in_process")
 
 
 def chain(count: int) -> list[str]:

@@ -15,12 +15,12 @@ import pytest
 import torch
 
 from kvcache.errors import ConfigError
-from tests.peer.sglang.pools import make
-from tests.peer.sglang.stack import linker_over, params_of
+from tests.peer.sglang.cache_stack import make_linker, params_of
+from tests.peer.sglang.device_pools import make
 
 KEYS = [hashlib.sha256(bytes([number])).hexdigest() for number in range(12)]
 
-pytestmark = pytest.mark.usefixtures("sglang_here")
+pytestmark = pytest.mark.usefixtures("sglang_in_process")
 
 
 def fill(buffers: list[torch.Tensor]) -> None:
@@ -59,7 +59,7 @@ def test_an_indexer_comes_with_its_keys(tmp_path: Path) -> None:
     pools = make("dsa", torch.bfloat16)
     latents, indexer = pools.kv.kv_buffer, pools.kv.index_k_with_scale_buffer
     fill([*latents, *indexer])
-    linker = linker_over(tmp_path, pools)
+    linker = make_linker(tmp_path, pools)
     assert set(linker._pools) == {"kv", "indexer"}
     store(linker, [transfer("kv", KEYS[:6], places(*range(1, 7), size=pools.page))])
     assert linker.lookup("r", [transfer("kv", KEYS)]) == [1, 2, 3, 4, 5, 6]
@@ -81,7 +81,7 @@ def test_a_state_stands_at_the_end_of_what_it_was_computed_from(tmp_path: Path) 
     cache = pools.requests.mamba_pool.mamba_cache
     states = [*cache.conv, cache.temporal]  # (layer, slot, ...)
     fill([*pools.kv.full_kv_pool.kv_buffer, *states])
-    linker = linker_over(tmp_path, pools)
+    linker = make_linker(tmp_path, pools)
     assert set(linker._pools) == {"kv", "mamba"}
     for first, end, slot in ((0, 4, 3), (4, 9, 5)):  # two nodes of a tree, each with the state at its end
         state = transfer("mamba", KEYS[end - 1 : end], torch.tensor([slot]), "trailing_pages")
@@ -122,11 +122,11 @@ def test_what_sglang_does_not_describe_is_refused(kind: str, drafts: Any, why: s
     pools = make(kind, torch.bfloat16)
     params = replace(params_of(pools), sidecar_draft_device_pools=drafts)
     with pytest.raises(ConfigError, match=rf"{why}.*use the storage backend"):
-        linker_over(tmp_path, pools, params=params)
+        make_linker(tmp_path, pools, params=params)
 
 
 def test_scales_beside_the_keys_are_refused(tmp_path: Path) -> None:
     pools = make("mha", torch.bfloat16)
     pools.kv.k_scale_buffer = [torch.zeros(1)]
     with pytest.raises(ConfigError, match=r"scales.*use the storage backend"):
-        linker_over(tmp_path, pools)
+        make_linker(tmp_path, pools)

@@ -12,14 +12,14 @@ from typing import Any
 import pytest
 import torch
 
-from tests.peer.sglang.pools import PAGE, WINDOW
-from tests.peer.sglang.serving import damage, owner
-from tests.peer.sglang.stack import LinkedStack
+from tests.peer.sglang.cache_stack import LinkerStack
+from tests.peer.sglang.device_pools import PAGE, WINDOW
+from tests.peer.sglang.sglang_server import damage, owner
 
 PROMPT = list(range(2, 2 + 40 * PAGE))
 KINDS = ["mha", "mla", "swa"]
 
-pytestmark = pytest.mark.usefixtures("sglang_here")
+pytestmark = pytest.mark.usefixtures("sglang_in_process")
 
 
 def equal(left: Any, right: Any) -> bool:
@@ -28,11 +28,11 @@ def equal(left: Any, right: Any) -> bool:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_comes_back_after_a_restart_is_what_was_computed(kind: str, tmp_path: Path) -> None:
-    first = LinkedStack(tmp_path, kind)
+    first = LinkerStack(tmp_path, kind)
     computed = first.compute(PROMPT)
     assert first.found(PROMPT)[0] == 0, "it is on the device"
     first.close()
-    second = LinkedStack(tmp_path, kind)
+    second = LinkerStack(tmp_path, kind)
     found, request = second.found([*PROMPT, 7, 7])
     assert found == len(PROMPT)
     assert equal(second.load(request), computed)
@@ -42,12 +42,12 @@ def test_what_comes_back_after_a_restart_is_what_was_computed(kind: str, tmp_pat
 def test_a_window_ends_only_where_it_was_computed(tmp_path: Path) -> None:
     """A prompt that leaves another one in the middle: its keys are there so far, the window before that point is too
     only where SGLang kept it."""
-    first = LinkedStack(tmp_path, "swa")
+    first = LinkerStack(tmp_path, "swa")
     first.compute(PROMPT)
     longer = [*PROMPT, *range(1000, 1000 + 8 * PAGE)]
     computed = first.compute(longer, seed=1)
     first.close()
-    second = LinkedStack(tmp_path, "swa")
+    second = LinkerStack(tmp_path, "swa")
     found, request = second.found(longer)
     assert found == len(longer)
     loaded = second.load(request)
@@ -64,10 +64,10 @@ def test_a_drive_that_cannot_be_read_is_never_an_error(
 ) -> None:
     from kvcache import os_env as port
 
-    first = LinkedStack(tmp_path, kind)
+    first = LinkerStack(tmp_path, kind)
     computed = first.compute(PROMPT)
     first.close()
-    second = LinkedStack(tmp_path, kind, ours={"lookup_wait_s": 0.1})
+    second = LinkerStack(tmp_path, kind, ours={"lookup_wait_s": 0.1})
     reads = 0
     read = port.LocalFile.read
 
@@ -93,11 +93,11 @@ def test_a_drive_that_cannot_be_read_is_never_an_error(
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_is_damaged_is_not_promised(kind: str, tmp_path: Path) -> None:
-    first = LinkedStack(tmp_path, kind)
+    first = LinkerStack(tmp_path, kind)
     computed = first.compute(PROMPT)
     first.close()
     assert damage(tmp_path / "nvme") > 10
-    second = LinkedStack(tmp_path, kind)
+    second = LinkerStack(tmp_path, kind)
     found, request = second.found(PROMPT)
     assert found < 3 * PAGE, "of the first three records one is damaged"
     if found:
@@ -107,7 +107,7 @@ def test_what_is_damaged_is_not_promised(kind: str, tmp_path: Path) -> None:
 
 def test_two_ranks_load_together_or_not_at_all(tmp_path: Path) -> None:
     environment = {**os.environ, "XDG_RUNTIME_DIR": str(tmp_path), "PYTHONPATH": str(Path(__file__).parents[3])}
-    command = [sys.executable, "-m", "tests.peer.sglang.rank"]
+    command = [sys.executable, "-m", "tests.peer.sglang.rank_worker"]
     ranks = [
         subprocess.Popen([*command, str(rank), str(tmp_path)], env=environment, stdout=subprocess.PIPE,
                          stderr=subprocess.STDOUT, text=True)

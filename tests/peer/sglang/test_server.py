@@ -7,14 +7,14 @@ from typing import Any
 
 import pytest
 
-from tests.peer.sglang.serving import (
+from tests.peer.sglang.sglang_server import (
     FETCHED,
     HICACHE,
     PAGE,
     PROMPTS,
     STORED,
     WATCHED,
-    Server,
+    SGLangServer,
     extra,
     hicache,
     linker,
@@ -23,9 +23,9 @@ from tests.peer.sglang.serving import (
 
 
 def test_the_first_request_after_a_restart_hits_storage(model: str, answers: list[list[int]], tmp_path: Path) -> None:
-    with Server(model, tmp_path, *hicache(**ours(tmp_path))) as first:
+    with SGLangServer(model, tmp_path, *hicache(**ours(tmp_path))) as first:
         assert [first.generate(prompt)[0] for prompt in PROMPTS] == answers
-    with Server(model, tmp_path, *hicache(**ours(tmp_path))) as second:
+    with SGLangServer(model, tmp_path, *hicache(**ours(tmp_path))) as second:
         for prompt, answer in zip(PROMPTS, answers, strict=True):
             tokens, cached = second.generate(prompt)
             assert tokens == answer
@@ -35,10 +35,10 @@ def test_the_first_request_after_a_restart_hits_storage(model: str, answers: lis
 @pytest.mark.parametrize(("flags", "where"), [(hicache, "storage"), (linker, "host")], ids=["storage", "linker"])
 def test_sliding_windows(flags: Any, where: str, windowed: str, tmp_path: Path) -> None:
     """Two pools: a prefix ends where the window before its end was kept as well."""
-    with Server(windowed, tmp_path, *flags(**ours(tmp_path))) as first:
+    with SGLangServer(windowed, tmp_path, *flags(**ours(tmp_path))) as first:
         computed = [first.generate(prompt) for prompt in PROMPTS]
         assert not any(cached.get(where) for _, cached in computed)
-    with Server(windowed, tmp_path, *flags(**ours(tmp_path, lookup_wait_s=4))) as second:
+    with SGLangServer(windowed, tmp_path, *flags(**ours(tmp_path, lookup_wait_s=4))) as second:
         for prompt, (answer, _) in zip(PROMPTS, computed, strict=True):
             tokens, cached = second.generate(prompt)
             assert tokens == answer
@@ -49,10 +49,10 @@ def test_two_ranks_share_a_daemon_of_their_own(model: str, tmp_path: Path) -> No
     """Each has its heads of every page; the tokens are those of two ranks, computed and then loaded."""
     flags = ("--tp-size", "2")
     env = {"SGLANG_CPU_OMP_THREADS_BIND": "0|1", "XDG_RUNTIME_DIR": str(tmp_path)}
-    with Server(model, tmp_path, *flags, *hicache(**ours(tmp_path)), env=env) as first:
+    with SGLangServer(model, tmp_path, *flags, *hicache(**ours(tmp_path)), env=env) as first:
         computed = [first.generate(prompt) for prompt in PROMPTS]
         assert all(not cached.get("storage") for _, cached in computed)
-    with Server(model, tmp_path, *flags, *hicache(**ours(tmp_path)), env=env) as second:
+    with SGLangServer(model, tmp_path, *flags, *hicache(**ours(tmp_path)), env=env) as second:
         for prompt, (answer, _) in zip(PROMPTS, computed, strict=True):
             tokens, cached = second.generate(prompt)
             assert tokens == answer
@@ -60,9 +60,9 @@ def test_two_ranks_share_a_daemon_of_their_own(model: str, tmp_path: Path) -> No
 
 
 def test_the_linker_across_a_restart(model: str, answers: list[list[int]], tmp_path: Path) -> None:
-    with Server(model, tmp_path, *linker(**ours(tmp_path))) as first:
+    with SGLangServer(model, tmp_path, *linker(**ours(tmp_path))) as first:
         assert [first.generate(prompt)[0] for prompt in PROMPTS] == answers
-    with Server(model, tmp_path, *linker(**ours(tmp_path, lookup_wait_s=4))) as second:
+    with SGLangServer(model, tmp_path, *linker(**ours(tmp_path, lookup_wait_s=4))) as second:
         for prompt, answer in zip(PROMPTS, answers, strict=True):
             tokens, cached = second.generate(prompt)
             assert tokens == answer
@@ -70,17 +70,17 @@ def test_the_linker_across_a_restart(model: str, answers: list[list[int]], tmp_p
 
 
 def test_an_operator_attaches_clears_and_detaches(model: str, answers: list[list[int]], tmp_path: Path) -> None:
-    with Server(model, tmp_path, *HICACHE, *WATCHED) as server:
+    with SGLangServer(model, tmp_path, *HICACHE, *WATCHED) as server:
 
         def attach(revision: str) -> None:
             given = {"hicache_storage_backend": "dynamic", "hicache_storage_prefetch_policy": "wait_complete"}
             config = extra(**ours(tmp_path, revision=revision))
-            server.order(
+            server.retry_while_busy(
                 "PUT", "/hicache/storage-backend", given | {"hicache_storage_backend_extra_config_json": config}
             )
 
         def all_of(storage: int) -> None:
-            server.forget()
+            server.flush_cache()
             for prompt, answer in zip(PROMPTS, answers, strict=True):
                 tokens, cached = server.generate(prompt)
                 assert tokens == answer
@@ -91,11 +91,11 @@ def test_an_operator_attaches_clears_and_detaches(model: str, answers: list[list
         server.wait(lambda: server.metric(STORED) >= 3 * 40 * PAGE)
         all_of(40 * PAGE)
         assert server.metric(FETCHED) == 3 * 40 * PAGE
-        server.order("POST", "/hicache/storage-backend/clear")
+        server.retry_while_busy("POST", "/hicache/storage-backend/clear")
         all_of(0)
         server.wait(lambda: server.metric(STORED) >= 2 * 3 * 40 * PAGE)
         all_of(40 * PAGE)
-        server.order("DELETE", "/hicache/storage-backend")
+        server.retry_while_busy("DELETE", "/hicache/storage-backend")
         all_of(0)
         attach("2")  # other weights, an operator says
         all_of(0)
@@ -103,7 +103,7 @@ def test_an_operator_attaches_clears_and_detaches(model: str, answers: list[list
 
 def test_killed_and_then_with_faults(model: str, answers: list[list[int]], tmp_path: Path) -> None:
     """What was stored before a kill is there; half of all calls failing late changes no token."""
-    first = Server(model, tmp_path, *hicache(**ours(tmp_path)), *WATCHED)
+    first = SGLangServer(model, tmp_path, *hicache(**ours(tmp_path)), *WATCHED)
     try:
         assert [first.generate(prompt)[0] for prompt in PROMPTS] == answers
         first.wait(lambda: first.metric(STORED) >= 3 * 40 * PAGE)
@@ -114,9 +114,9 @@ def test_killed_and_then_with_faults(model: str, answers: list[list[int]], tmp_p
         "SGLANG_TEST_HICACHE_BACKEND_RANDOM_FAILURE": "0.5",
         "SGLANG_TEST_HICACHE_BACKEND_RANDOM_DELAY": "0.05",
     }
-    with Server(model, tmp_path, *hicache(**ours(tmp_path)), *WATCHED, env=faults) as second:
+    with SGLangServer(model, tmp_path, *hicache(**ours(tmp_path)), *WATCHED, env=faults) as second:
         for _ in range(4):
             for prompt, answer in zip(PROMPTS, answers, strict=True):
                 assert second.generate(prompt)[0] == answer
-            second.forget()
+            second.flush_cache()
         assert second.metric(FETCHED) > 0, "what was on the drive before the kill"

@@ -12,8 +12,19 @@ from typing import Any
 
 import pytest
 
-from tests.peer import server as redis
-from tests.peer.sglang.serving import PAGE, PROMPTS, STORED, WATCHED, Server, damage, hicache, linker, ours, owner
+from tests.peer import redis_server
+from tests.peer.sglang.sglang_server import (
+    PAGE,
+    PROMPTS,
+    STORED,
+    WATCHED,
+    SGLangServer,
+    damage,
+    hicache,
+    linker,
+    ours,
+    owner,
+)
 
 ROOM = 16 << 20
 WHOLE = 3 * 40 * PAGE
@@ -36,7 +47,7 @@ def disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", place], check=True)
 
 
-def computed(server: Server) -> list[list[int]]:
+def computed(server: SGLangServer) -> list[list[int]]:
     """The answers of a server whose cache is empty yet: nothing of them was loaded."""
     told = [server.generate(prompt) for prompt in PROMPTS]
     assert not any(cached.get(where) for _, cached in told for where in ("device", "host", "storage"))
@@ -64,7 +75,7 @@ WAYS = pytest.mark.parametrize(("flags", "where"), [(hicache, "storage"), (linke
 
 @WAYS
 def test_a_full_disk(flags: Any, where: str, model: str, disk: Path, tmp_path: Path) -> None:
-    with Server(model, tmp_path, *flags(**small(disk, lookup_wait_s=1)), *WATCHED) as first:
+    with SGLangServer(model, tmp_path, *flags(**small(disk, lookup_wait_s=1)), *WATCHED) as first:
         filler = fill(disk)
         answers = computed(first)
         first.wait(lambda: all_there(first, PROMPTS, answers, where))  # from memory
@@ -76,7 +87,7 @@ def test_a_full_disk(flags: Any, where: str, model: str, disk: Path, tmp_path: P
         last = next(turns)
         answer = first.generate(last)[0]
         first.wait(lambda: all_there(first, [last], [answer], where))
-    with Server(model, tmp_path, *flags(**small(disk, lookup_wait_s=4))) as second:
+    with SGLangServer(model, tmp_path, *flags(**small(disk, lookup_wait_s=4))) as second:
         tokens, cached = second.generate(last)
         assert tokens == answer
         assert cached[where] == 20 * PAGE, (cached, second.tail())
@@ -86,9 +97,9 @@ def journal(place: Path) -> int:
     return sum(file.stat().st_size for file in (place / "nvme").rglob("journal*"))
 
 
-def all_there(server: Server, prompts: Sequence[Sequence[int]], answers: list[list[int]], where: str) -> bool:
+def all_there(server: SGLangServer, prompts: Sequence[Sequence[int]], answers: list[list[int]], where: str) -> bool:
     """Whether the server has all of these prompts from there, once it has forgotten what it holds itself."""
-    server.forget()
+    server.flush_cache()
     told = [server.generate(prompt) for prompt in prompts]
     assert [tokens for tokens, _ in told] == answers
     return all(
@@ -97,21 +108,21 @@ def all_there(server: Server, prompts: Sequence[Sequence[int]], answers: list[li
 
 
 @WAYS
-@pytest.mark.skipif(not redis.BINARY, reason=redis.MISSING)
+@pytest.mark.skipif(not redis_server.BINARY, reason=redis_server.MISSING)
 def test_a_hung_redis(flags: Any, where: str, model: str, tmp_path: Path) -> None:
     """SGLang's threads go on and can be stopped, and hits come back by themselves."""
-    there = redis.Server()
+    there = redis_server.RedisServer()
     tiers = {"redis": {"enabled": True, "url": there.tcp}, "nvme": {"enabled": False}}
     settings = ours(tmp_path) | tiers | {"deadline_s": 1.0, "lookup_wait_s": 1.0}
     try:
-        with Server(model, tmp_path, *flags(**settings)) as first:
+        with SGLangServer(model, tmp_path, *flags(**settings)) as first:
             answers = computed(first)
             later = [(prompt, first.generate(prompt, FEW)[0]) for prompt in SHORT]
-        with Server(model, tmp_path, *flags(**settings), *WATCHED) as second:
+        with SGLangServer(model, tmp_path, *flags(**settings), *WATCHED) as second:
             there.pause()
             for _ in range(2):
                 assert [second.generate(prompt)[0] for prompt in PROMPTS] == answers
-                second.forget()  # fails where one of SGLang's threads does not end within ten seconds
+                second.flush_cache()  # fails where one of SGLang's threads does not end within ten seconds
             there.go_on()
             turns = iter(later)
 
@@ -130,7 +141,7 @@ def test_a_hung_redis(flags: Any, where: str, model: str, tmp_path: Path) -> Non
 def test_a_hung_daemon_of_two_ranks(model: str, tmp_path: Path) -> None:
     flags = ("--tp-size", "2", *hicache(**ours(tmp_path, deadline_s=1.0)), *WATCHED)
     env = {"SGLANG_CPU_OMP_THREADS_BIND": "0|1", "XDG_RUNTIME_DIR": str(tmp_path)}
-    with Server(model, tmp_path, *flags, env=env) as server:
+    with SGLangServer(model, tmp_path, *flags, env=env) as server:
         answers = computed(server)
         server.wait(lambda: server.metric(STORED) >= WHOLE)
         [where] = tmp_path.rglob("engine-*.socket")
@@ -138,7 +149,7 @@ def test_a_hung_daemon_of_two_ranks(model: str, tmp_path: Path) -> None:
         os.kill(daemon, signal.SIGSTOP)
         try:
             for _ in range(2):
-                server.forget()
+                server.flush_cache()
                 assert [server.generate(prompt)[0] for prompt in PROMPTS] == answers
         finally:
             os.kill(daemon, signal.SIGCONT)
@@ -147,16 +158,16 @@ def test_a_hung_daemon_of_two_ranks(model: str, tmp_path: Path) -> None:
 
 def test_a_linker_over_a_drive_that_lies(model: str, tmp_path: Path) -> None:
     """To SGLang a load that fails is an error 503: there is none, though every third record is damaged."""
-    with Server(model, tmp_path, *linker(**ours(tmp_path))) as first:
+    with SGLangServer(model, tmp_path, *linker(**ours(tmp_path))) as first:
         answers = computed(first)
     damaged = damage(tmp_path / "nvme")
     assert damaged > 20
-    with Server(model, tmp_path, *linker(**ours(tmp_path, lookup_wait_s=1))) as second:
+    with SGLangServer(model, tmp_path, *linker(**ours(tmp_path, lookup_wait_s=1))) as second:
         for prompt, answer in zip(PROMPTS, answers, strict=True):
             tokens, cached = second.generate(prompt)
             assert tokens == answer
             assert cached.get("host", 0) < 3 * PAGE, "of the first three records one is damaged"
-        second.forget()
+        second.flush_cache()
         assert [second.generate(prompt)[0] for prompt in PROMPTS] == answers, "some of it stored anew"
 
 
@@ -164,6 +175,6 @@ def test_the_linker_on_two_ranks(model: str, tmp_path: Path) -> None:
     """Each loads its heads from the daemon that they share, after both have agreed on how much."""
     flags = ("--tp-size", "2", *linker(**ours(tmp_path, lookup_wait_s=1)), *WATCHED)
     env = {"SGLANG_CPU_OMP_THREADS_BIND": "0|1", "XDG_RUNTIME_DIR": str(tmp_path)}
-    with Server(model, tmp_path, *flags, env=env) as server:
+    with SGLangServer(model, tmp_path, *flags, env=env) as server:
         answers = computed(server)
         server.wait(lambda: all_there(server, PROMPTS, answers, "host"))

@@ -9,14 +9,14 @@ import pytest
 import torch
 
 import kvcache
-from tests.engine import tiny
-from tests.peer.server import BINARY, MISSING, Server
-from tests.peer.sglang import serving
-from tests.peer.sglang.pools import PAGE
-from tests.peer.sglang.serving import hicache
-from tests.peer.sglang.stack import Stack
+from tests.engine import tiny_model
+from tests.peer.redis_server import BINARY, MISSING, RedisServer
+from tests.peer.sglang import sglang_server
+from tests.peer.sglang.cache_stack import HiCacheStack
+from tests.peer.sglang.device_pools import PAGE
+from tests.peer.sglang.sglang_server import hicache
 
-pytestmark = [pytest.mark.usefixtures("sglang_here"), pytest.mark.skipif(not BINARY, reason=MISSING)]
+pytestmark = [pytest.mark.usefixtures("sglang_in_process"), pytest.mark.skipif(not BINARY, reason=MISSING)]
 PROMPT = [3 + (7 * i + i * i) % 240 for i in range(20 * PAGE + 5)]
 
 
@@ -43,26 +43,26 @@ def answer(engine: Any) -> Any:
 def model(tmp_path: Path) -> str:
     """With as many layers and heads as SGLang's pools have here."""
     sizes = {"num_hidden_layers": 4, "num_key_value_heads": 2, "head_dim": 32}
-    return tiny.make(tmp_path / "model", "llama", max_position_embeddings=2048, **sizes)
+    return tiny_model.make(tmp_path / "model", "llama", max_position_embeddings=2048, **sizes)
 
 
-def sglang(place: Path, model: str, url: str) -> Stack:
+def sglang(place: Path, model: str, url: str) -> HiCacheStack:
     ours = {"share_across_engines": True, "revision": None, **settings(url)}
-    return Stack(place, layout="page_first", io="kernel", dtype=torch.float32, ours=ours, model=model)
+    return HiCacheStack(place, layout="page_first", io="kernel", dtype=torch.float32, ours=ours, model=model)
 
 
 def test_each_finds_what_the_other_has_computed(model: str, tmp_path: Path) -> None:
     whole = PROMPT[: 20 * PAGE]
     plain = answer(engine(model, None))
-    ones, others = Server(), Server()
+    ones, others = RedisServer(), RedisServer()
     try:
         with kvcache.open(**settings(ones.tcp)) as cache:
             first = answer(engine(model, cache))
             assert (first.token_ids, first.reused_tokens) == (plain.token_ids, 0)
             assert cache.flush(30)
         stack = sglang(tmp_path, model, ones.tcp)
-        assert stack.prefetch_of(whole) == len(whole)
-        computed = torch.stack([torch.stack(pair) for pair in stack.bring_back(whole)])
+        assert stack.run_prefetch(whole) == len(whole)
+        computed = torch.stack([torch.stack(pair) for pair in stack.load_back(whole)])
         stack.close()
 
         stack = sglang(tmp_path, model, others.tcp)
@@ -79,28 +79,28 @@ def test_each_finds_what_the_other_has_computed(model: str, tmp_path: Path) -> N
 
 
 def test_other_weights_are_apart(model: str, tmp_path: Path) -> None:
-    server = Server()
+    server = RedisServer()
     try:
         with kvcache.open(**settings(server.tcp)) as cache:
             answer(engine(model, cache))
             assert cache.flush(30)
         sizes = {"num_hidden_layers": 4, "num_key_value_heads": 2, "head_dim": 32}
-        other = tiny.make(tmp_path / "other", "llama", seed=1, max_position_embeddings=2048, **sizes)
+        other = tiny_model.make(tmp_path / "other", "llama", seed=1, max_position_embeddings=2048, **sizes)
         stack = sglang(tmp_path, other, server.tcp)
-        assert stack.prefetch_of(PROMPT[: 20 * PAGE]) == 0
+        assert stack.run_prefetch(PROMPT[: 20 * PAGE]) == 0
         stack.close()
     finally:
         server.end()
 
 
 def test_a_server_answers_by_what_the_reference_engine_has_computed(model: str, tmp_path: Path) -> None:
-    redis = Server()
+    redis = RedisServer()
     try:
         with kvcache.open(**settings(redis.tcp)) as cache:
             first = answer(engine(model, cache))
             assert cache.flush(30)
         flags = hicache(share_across_engines=True, **settings(redis.tcp))
-        with serving.Server(model, tmp_path, "--dtype", "float32", *flags) as server:
+        with sglang_server.SGLangServer(model, tmp_path, "--dtype", "float32", *flags) as server:
             tokens, cached = server.generate(PROMPT, 8)
             assert cached.get("storage", 0) == 20 * PAGE, (cached, server.tail())
             assert tokens == first.token_ids

@@ -1,6 +1,6 @@
 """What runs, what is refused and what is untried: the rows of docs/compatibility.md, each by its tests.
 
-    python tests/peer/vllm/matrix.py > docs/compatibility.md
+    python tests/peer/vllm/compatibility_page.py > docs/compatibility.md
 
 `results.json` beside this has what the tests said the last time that they were run with VLLM_RECORD naming it, by
 version of vLLM and test. A row is run, or refused, where every test of it passed; a test that never ran says nothing.
@@ -75,8 +75,8 @@ ROWS: tuple[tuple[str, tuple[Row, ...]], ...] = (
             ("tensor parallel, 2 ranks", "run", "test_serve.py::test_two_ranks"),
             ("data parallel, 2 replicas", "run", "test_serve.py::test_two_replicas*"),
             ("pipeline parallel, 2 stages", "run", "test_serve.py::test_two_stages"),
-            ("decode context parallel", "refused", "test_refused.py::test_decode_context_*"),
-            ("prefill context parallel", "refused", "unit/test_refuse.py"),
+            ("decode context parallel", "refused", "test_unsupported_configs.py::test_decode_context_*"),
+            ("prefill context parallel", "refused", "unit/test_unsupported_configs.py"),
         ),
     ),
     (
@@ -87,11 +87,11 @@ ROWS: tuple[tuple[str, tuple[Row, ...]], ...] = (
                 "run",
                 "test_models.py::test_a_second_process_* test_versions.py::*",
             ),
-            ("Redis between engines", "run", "test_shared.py::test_another_process_finds_it_in_redis"),
-            ("Redis behind a slow line", "run", "test_shared.py::test_a_server_behind_*"),
-            ("Redis killed", "run", "test_shared.py::test_a_server_that_is_killed_*"),
-            ("a daemon that engines share", "run", "test_shared.py::test_engines_of_a_host_*"),
-            ("the daemon killed", "run", "test_shared.py::test_a_daemon_that_is_killed_*"),
+            ("Redis between engines", "run", "test_shared_tiers.py::test_another_process_finds_it_in_redis"),
+            ("Redis behind a slow line", "run", "test_shared_tiers.py::test_a_server_behind_*"),
+            ("Redis killed", "run", "test_shared_tiers.py::test_a_server_that_is_killed_*"),
+            ("a daemon that engines share", "run", "test_shared_tiers.py::test_engines_of_a_host_*"),
+            ("the daemon killed", "run", "test_shared_tiers.py::test_a_daemon_that_is_killed_*"),
             ("under vLLM's own offloading, drive", "run", "test_tier.py::test_another_process_finds_it_on_the_drive"),
             ("under vLLM's own offloading, Redis", "run", "test_tier.py::test_another_process_finds_it_in_redis"),
             ("under vLLM's own offloading, object store", "run", "test_tier.py::test_another_process_finds_it_in_an_*"),
@@ -101,18 +101,22 @@ ROWS: tuple[tuple[str, tuple[Row, ...]], ...] = (
         "Feature",
         (
             ("by its name alone, installed", "run", "test_models.py::test_where_the_package_*"),
-            ("load or recompute", "run", "test_models.py::test_the_plan_* test_shared.py::test_a_server_behind_*"),
+            (
+                "load or recompute",
+                "run",
+                "test_models.py::test_the_plan_* test_shared_tiers.py::test_a_server_behind_*",
+            ),
             ("salts, tenants", "run", "test_models.py::test_a_salt_*"),
-            ("LoRA adapters", "run", "test_beside.py::test_adapters_*"),
+            ("LoRA adapters", "run", "test_features.py::test_adapters_*"),
             (
                 "new weights: another adapter, a reset, a pause",
                 "run",
-                "test_models.py::test_a_reset_* test_beside.py::test_ada*",
+                "test_models.py::test_a_reset_* test_features.py::test_ada*",
             ),
-            ("speculation by n-gram", "run", "test_beside.py::test_speculation_by_what_*"),
-            ("speculation by a draft model", "goes by uncached", "test_beside.py::test_speculation_by_a_draft_*"),
-            ("speculation by EAGLE, MTP", "goes by uncached", "unit/test_refuse.py"),
-            ("beside another connector (MultiConnector)", "run", "test_beside.py::test_beside_*"),
+            ("speculation by n-gram", "run", "test_features.py::test_speculation_by_what_*"),
+            ("speculation by a draft model", "goes by uncached", "test_features.py::test_speculation_by_a_draft_*"),
+            ("speculation by EAGLE, MTP", "goes by uncached", "unit/test_unsupported_configs.py"),
+            ("beside another connector (MultiConnector)", "run", "test_features.py::test_beside_*"),
             ("KV events by vLLM's publisher", "run", "test_events.py::*"),
             ("observe mode", "run", "test_models.py::test_a_trial_*"),
             ("media, embeddings, fp8 blocks", "run", ""),
@@ -148,8 +152,8 @@ def page(results: dict[str, Any]) -> str:
     lines = [
         "# Compatibility",
         "",
-        "Written by `python tests/peer/vllm/matrix.py` from what `scripts/test-peers vllm` said. Untested: no test of",
-        "a real engine has run. On a processor (x86, AVX-512).",
+        "Written by `python tests/peer/vllm/compatibility_page.py` from the results of `scripts/test-peers vllm`.",
+        "Untested: no test of a real engine has run. On a processor (x86, AVX-512).",
         "",
         "## vLLM",
     ]

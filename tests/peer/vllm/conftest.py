@@ -77,13 +77,13 @@ def models() -> Path:
     return MODELS
 
 
-class Nursery:
+class ForkServer:
     """A process that has imported vLLM and forks for each engine, which saves most of an engine's start."""
 
     def __init__(self, python: Path) -> None:
         env = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, (ROOT, HERE))), "OMP_NUM_THREADS": "1"}
         self._process = subprocess.Popen(
-            [python, HERE / "engine.py", "nursery"],
+            [python, HERE / "engine.py", "fork-server"],
             env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
         )  # fmt: skip
 
@@ -111,24 +111,24 @@ class Nursery:
 
 
 @pytest.fixture(scope="session")
-def nursery(models: Path) -> Iterator[Nursery]:
+def fork_server(models: Path) -> Iterator[ForkServer]:
     assert PYTHON is not None
-    nursery = Nursery(PYTHON)
-    yield nursery
-    nursery.close()
+    fork_server = ForkServer(PYTHON)
+    yield fork_server
+    fork_server.close()
 
 
 @pytest.fixture
-def run(tmp_path: Path, models: Path, nursery: Nursery) -> Run:
+def run(tmp_path: Path, models: Path, fork_server: ForkServer) -> Run:
     """Runs an engine with a job of `engine.py` in a process of its own, and gives its result. `fresh`: in one that
     shares nothing with another, not even what Python's own hashes begin with."""
-    return runner(tmp_path, models, nursery)
+    return runner(tmp_path, models, fork_server)
 
 
 @pytest.fixture(scope="session")
-def bare(tmp_path_factory: pytest.TempPathFactory, models: Path, nursery: Nursery) -> Run:
+def uncached(tmp_path_factory: pytest.TempPathFactory, models: Path, fork_server: ForkServer) -> Run:
     """The same without a cache: what is asked for again is answered as before."""
-    run, known = runner(tmp_path_factory.mktemp("bare"), models, nursery), dict[str, dict[str, Any]]()
+    run, known = runner(tmp_path_factory.mktemp("bare"), models, fork_server), dict[str, dict[str, Any]]()
 
     def once(rounds: Sequence[Any], **job: Any) -> dict[str, Any]:
         key = json.dumps([rounds, job], sort_keys=True)
@@ -139,7 +139,7 @@ def bare(tmp_path_factory: pytest.TempPathFactory, models: Path, nursery: Nurser
     return once
 
 
-def runner(tmp_path: Path, models: Path, nursery: Nursery) -> Run:
+def runner(tmp_path: Path, models: Path, fork_server: ForkServer) -> Run:
     count = 0
 
     def run(
@@ -160,7 +160,7 @@ def runner(tmp_path: Path, models: Path, nursery: Nursery) -> Run:
         )
         own = {"KVCACHE_DIR": str(tmp_path), **(env or {})}
         more = list(map(str, job.get("path", ())))
-        status = anew(path, out, log, own, more) if fresh else nursery.run(path, out, log, own, more)
+        status = run_in_new_process(path, out, log, own, more) if fresh else fork_server.run(path, out, log, own, more)
         said = log.read_text(errors="replace")
         assert status == 0, said[-6000:]
         result: dict[str, Any] = json.loads(out.read_text())
@@ -170,7 +170,7 @@ def runner(tmp_path: Path, models: Path, nursery: Nursery) -> Run:
     return run
 
 
-def anew(job: Path, result: Path, log: Path, env: dict[str, str], path: Sequence[str]) -> int:
+def run_in_new_process(job: Path, result: Path, log: Path, env: dict[str, str], path: Sequence[str]) -> int:
     python_path = os.pathsep.join([*path, str(ROOT), str(HERE)])
     with log.open("wb") as stream:
         ended = subprocess.run(

@@ -1,7 +1,7 @@
 """A plugin for vLLM's own tests of connectors, from its source package: wherever they name a connector of vLLM's, ours
 is made. Nothing of theirs is changed, and none of it is here; docs/vllm.md says what passes.
 
-    PYTHONPATH=.:KVCACHE:KVCACHE/tests/peer/vllm python -m pytest -p theirs tests/v1/kv_connector/unit/FILE
+    PYTHONPATH=.:KVCACHE:KVCACHE/tests/peer/vllm python -m pytest -p connector_override tests/v1/kv_connector/unit/FILE
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ NAMES = ("NixlConnector", "ExampleConnector")
 
 
 def pytest_configure(config: Any) -> None:
-    os.environ.setdefault("KVCACHE_DIR", tempfile.mkdtemp(prefix="theirs-"))
+    os.environ.setdefault("KVCACHE_DIR", tempfile.mkdtemp(prefix="connector-override-"))
     os.environ.setdefault("KVCACHE_HOST__CAPACITY_BYTES", "64MiB")
     os.environ.setdefault("KVCACHE_NVME__ENABLED", "false")
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
@@ -22,6 +22,6 @@ def pytest_configure(config: Any) -> None:
     import kvcache.connector.vllm
     from kvcache.connector.vllm import connector as process
 
-    for name in os.environ.get("THEIRS", ",".join(NAMES)).split(","):
+    for name in os.environ.get("OVERRIDDEN_CONNECTORS", ",".join(NAMES)).split(","):
         KVConnectorFactory._registry[name] = lambda: kvcache.connector.vllm.KVCacheConnector
     process.is_single_process = lambda config: True  # a scheduler without workers has no process to share with

@@ -14,7 +14,7 @@ from vllm.v1.kv_offload.cpu.shared_offload_region import SharedOffloadRegion
 from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 
 
-class Copies(OffloadingWorker):
+class CpuOffloadingWorker(OffloadingWorker):
     def __init__(self, caches: Any, region: SharedOffloadRegion) -> None:
         self.region, self.refs = region, caches.group_data_refs
         self.pages = [t.tensor.view(torch.int8).view(-1, t.page_size_bytes) for t in caches.tensors]
@@ -56,8 +56,8 @@ class Copies(OffloadingWorker):
         self.region.cleanup()
 
 
-class HostedSpec(TieringOffloadingSpec):
-    def get_worker(self, kv_caches: Any) -> Copies:
+class CpuOffloadingSpec(TieringOffloadingSpec):
+    def get_worker(self, kv_caches: Any) -> CpuOffloadingWorker:
         if not self._worker:
             assert self.blocks_per_chunk == 1
             region = SharedOffloadRegion(
@@ -67,5 +67,5 @@ class HostedSpec(TieringOffloadingSpec):
                 kv_bytes_per_chunk=self.kv_bytes_per_chunk,
                 cpu_page_size=self.cpu_page_size_per_worker,
             )
-            self._worker = Copies(kv_caches, region)
+            self._worker = CpuOffloadingWorker(kv_caches, region)
         return self._worker

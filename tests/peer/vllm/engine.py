@@ -319,7 +319,7 @@ PRELOADED = (
 )
 
 
-def nursery() -> None:
+def fork_server() -> None:
     """Imports what takes long once, then runs each job that is told on stdin in a fork: one line of JSON a job, with
     `job`, `result`, `log`, `env` and `path`; answered by the process id, and when it has ended by its exit status."""
     answers = os.fdopen(os.dup(1), "w")
@@ -348,7 +348,7 @@ def child(told) -> None:
     sys.path[:0] = told["path"]
     try:
         main(told["job"], told["result"])
-    except BaseException:  # noqa: BLE001  a fork never returns to the nursery
+    except BaseException:  # noqa: BLE001  a fork never returns to the fork_server
         traceback.print_exc()
         sys.stderr.flush()
         os._exit(1)
@@ -358,7 +358,7 @@ def child(told) -> None:
 
 
 if __name__ == "__main__":
-    if sys.argv[1:] == ["nursery"]:
-        nursery()
+    if sys.argv[1:] == ["fork-server"]:
+        fork_server()
     else:
         main(*sys.argv[1:])

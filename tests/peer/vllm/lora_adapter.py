@@ -1,4 +1,4 @@
-"""An adapter of random weights for the small Llama: python adapter.py FOLDER SEED."""
+"""An adapter of random weights for the small Llama: python lora_adapter.py FOLDER SEED."""
 
 from __future__ import annotations
 

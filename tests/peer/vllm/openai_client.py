@@ -1,5 +1,5 @@
-"""OpenAI's client at a server: python client.py URL, prompts (token ids) as JSON on standard input; a line of JSON for
-each, its text and how many of its tokens were cached."""
+"""OpenAI's client at a server: python openai_client.py URL. It reads prompts (token ids) as JSON on standard input and
+prints a line of JSON for each: its text and the number of its tokens that were cached."""
 
 from __future__ import annotations
 

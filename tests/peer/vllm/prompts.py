@@ -15,7 +15,7 @@ def ask(*prompts: list[int], tokens: int = 8, **more: Any) -> list[dict[str, Any
     return [{"ids": prompt, "tokens": tokens, **more} for prompt in prompts]
 
 
-def pressed() -> list[dict[str, Any]]:
+def preemption_prompts() -> list[dict[str, Any]]:
     """18 prompts over three prefixes, of which a small pool holds few at a time."""
     rng = random.Random(7)
     bases = [[rng.randrange(10, 900) for _ in range(200)] for _ in range(3)]

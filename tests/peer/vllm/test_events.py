@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from tests.peer.port import free_port
-from tests.peer.server import MISSING, Server
+from tests.peer.ports import free_port
+from tests.peer.redis_server import MISSING, RedisServer
 from tests.peer.vllm.conftest import Run, cache
 from tests.peer.vllm.prompts import ask, ids
 
@@ -22,7 +22,7 @@ def published() -> dict[str, Any]:
 
 @pytest.mark.skipif(bool(MISSING), reason=MISSING)
 def test_a_server_that_engines_share_is_told_by_vllms_own_publisher(run: Run) -> None:
-    server, told = Server("--maxmemory", "512mb"), published()
+    server, told = RedisServer("--maxmemory", "512mb"), published()
     options = cache(Path("unused"))
     options["settings"] |= {"nvme": {"enabled": False}, "redis": {"enabled": True, "url": server.tcp}}
     try:

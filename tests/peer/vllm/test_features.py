@@ -21,7 +21,9 @@ def tokens(result: dict[str, Any]) -> list[Any]:
 
 def adapter(place: Path, seed: int) -> Path:
     assert PYTHON is not None
-    subprocess.run([PYTHON, HERE / "adapter.py", place, str(seed)], check=True, capture_output=True, timeout=WATCHDOG_S)
+    subprocess.run(
+        [PYTHON, HERE / "lora_adapter.py", place, str(seed)], check=True, capture_output=True, timeout=WATCHDOG_S
+    )
     return place
 
 
@@ -48,21 +50,21 @@ def test_adapters_are_kept_apart_and_new_weights_are_another_adapter(run: Run, t
 
 
 @pytest.mark.parametrize("load", ["async", "sync"])
-def test_speculation_by_what_the_prompt_has(run: Run, bare: Run, tmp_path: Path, load: str) -> None:
+def test_speculation_by_what_the_prompt_has(run: Run, uncached: Run, tmp_path: Path, load: str) -> None:
     """n-gram: no draft model, so that there is nothing beside the blocks. An answer that repeats is guessed right."""
     repeated = ids(60, 5) * 8
     speculation = {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3}}
     rounds = [ask(repeated, A, tokens=40), "flush", ask(repeated, A, tokens=40)]
-    plain = bare([ask(repeated, A, tokens=40)] * 2)
+    plain = uncached([ask(repeated, A, tokens=40)] * 2)
     result = run(rounds, connector=cache(tmp_path / "nvme", load=load), llm=speculation)
     assert tokens(result) == tokens(plain)
     assert result["rounds"][2]["cached"] == [480 if load == "async" else 448, 672]
 
 
-def test_speculation_by_a_draft_model_goes_by_uncached(run: Run, bare: Run, models: Path, tmp_path: Path) -> None:
+def test_speculation_by_a_draft_model_goes_by_uncached(run: Run, uncached: Run, models: Path, tmp_path: Path) -> None:
     draft = {"method": "draft_model", "model": str(models / "tiny-llama"), "num_speculative_tokens": 2}
     speculation = {"speculative_config": draft}
-    plain = bare([ask(A)] * 2, llm=speculation)
+    plain = uncached([ask(A)] * 2, llm=speculation)
     rounds = [ask(A), "sampled declined", ask(A)]
     result = run(rounds, connector=cache(tmp_path / "nvme"), llm=speculation)
     assert tokens(result) == tokens(plain)
@@ -71,7 +73,7 @@ def test_speculation_by_a_draft_model_goes_by_uncached(run: Run, bare: Run, mode
     assert "speculation by 'draft_model'" in result["log"]
 
 
-def test_beside_another_connector(run: Run, bare: Run, tmp_path: Path) -> None:
+def test_beside_another_connector(run: Run, uncached: Run, tmp_path: Path) -> None:
     """As a child of MultiConnector: what either has is found, and both keep what is computed."""
 
     def both(nvme: Path, files: Path) -> dict[str, Any]:
@@ -93,7 +95,7 @@ def test_beside_another_connector(run: Run, bare: Run, tmp_path: Path) -> None:
             "kv_connector_extra_config": {"connectors": [ours, theirs]},
         }
 
-    plain = bare([ask(A), ask(B), ask(A + B[:100])])
+    plain = uncached([ask(A), ask(B), ask(A + B[:100])])
     rounds = [ask(A), "idle", ask(A)]
     first = run(rounds, transfer=both(tmp_path / "nvme", tmp_path / "files"))
     assert [r["cached"] for r in first["rounds"] if "cached" in r] == [[0], [672]]

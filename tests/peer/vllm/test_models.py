@@ -21,9 +21,9 @@ def tokens(result: dict) -> list:
 @pytest.mark.parametrize("load", ["async", "sync", "layers"])
 @pytest.mark.parametrize("model", ["tiny-llama", "tiny-qwen2", "tiny-qwen3", "tiny-gemma3"])
 def test_a_second_process_computes_less_and_answers_the_same(
-    run: Run, bare: Run, tmp_path: Path, model: str, load: str
+    run: Run, uncached: Run, tmp_path: Path, model: str, load: str
 ) -> None:
-    plain = bare(ROUNDS, model=model)
+    plain = uncached(ROUNDS, model=model)
     first = run([*ROUNDS, "flush", "leaks"], model=model, connector=cache(tmp_path / "nvme", load=load))
     second = run([*ROUNDS, "flush"], model=model, connector=cache(tmp_path / "nvme", load=load))
     assert tokens(first) == tokens(second) == tokens(plain)
@@ -42,11 +42,13 @@ def test_a_second_process_computes_less_and_answers_the_same(
 
 @pytest.mark.skipif(not (MODELS / "smollm2").exists(), reason="no SmolLM2 here: benchmarks/vllm_ttft.py makes it once")
 @pytest.mark.parametrize("prefix_caching", [False, True])
-def test_a_model_with_weights_that_mean_something(run: Run, bare: Run, tmp_path: Path, prefix_caching: bool) -> None:
+def test_a_model_with_weights_that_mean_something(
+    run: Run, uncached: Run, tmp_path: Path, prefix_caching: bool
+) -> None:
     """SmolLM2; where vLLM has a prefix cache of its own, that is asked first."""
     job = {"model": "smollm2", "llm": {"enable_prefix_caching": prefix_caching}}
     rounds = [ask(A, tokens=24), "flush", ask(A, LONGER, tokens=24)]
-    plain = bare(rounds[::2], **job)
+    plain = uncached(rounds[::2], **job)
     first = run(rounds, connector=cache(tmp_path / "nvme"), **job)
     second = run(rounds, connector=cache(tmp_path / "nvme"), **job)
     assert tokens(first) == tokens(second) == tokens(plain)
@@ -69,9 +71,9 @@ def test_where_the_package_is_installed_its_name_is_enough(run: Run, tmp_path: P
     assert [r["cached"] for r in result["rounds"] if "cached" in r] == [[0], [672]]
 
 
-def test_where_vllm_cannot_continue_a_prefix_nothing_is_loaded(run: Run, bare: Run, tmp_path: Path) -> None:
+def test_where_vllm_cannot_continue_a_prefix_nothing_is_loaded(run: Run, uncached: Run, tmp_path: Path) -> None:
     """vLLM's attention over latents on a processor without AMX computes a prompt from its first token only."""
-    plain = bare(ROUNDS, model="tiny-mla", llm={"block_size": 16})
+    plain = uncached(ROUNDS, model="tiny-mla", llm={"block_size": 16})
     cached = run(ROUNDS, model="tiny-mla", llm={"block_size": 16}, connector=cache(tmp_path / "nvme"))
     assert tokens(cached) == tokens(plain)
     if any(sum(r["cached"]) for r in cached["rounds"]):
@@ -126,8 +128,8 @@ def test_a_reset_forgets_for_this_engine(run: Run, tmp_path: Path) -> None:
     assert again["rounds"][0]["cached"] == [672]  # the weights are the same: what was stored before is good
 
 
-def test_a_trial_counts_what_would_have_been_found(run: Run, bare: Run, tmp_path: Path) -> None:
-    plain = bare(ROUNDS)
+def test_a_trial_counts_what_would_have_been_found(run: Run, uncached: Run, tmp_path: Path) -> None:
+    plain = uncached(ROUNDS)
     result = run([*ROUNDS, "counters"], connector=cache(tmp_path / "nvme", mode="observe"))
     assert tokens(result) == tokens(plain)
     assert all(sum(r["cached"]) == 0 for r in result["rounds"][:3])

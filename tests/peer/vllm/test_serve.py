@@ -19,7 +19,7 @@ from typing import Any
 from kvcache.daemon.discovery import make_socket_directory
 from kvcache.observe.exporter import PREFIX
 from kvcache.observe.metrics import METRICS
-from tests.peer.port import free_port
+from tests.peer.ports import free_port
 from tests.peer.vllm.conftest import HERE, PYTHON, ROOT, WATCHDOG_S
 from tests.peer.vllm.prompts import ids
 
@@ -112,7 +112,7 @@ def by_client(url: str, *prompts: list[int]) -> list[tuple[str, int]]:
     """The same, as OpenAI's own client has it: text, and tokens that were cached."""
     assert PYTHON is not None
     asked = subprocess.run(
-        [PYTHON, HERE / "client.py", url], input=json.dumps(prompts), capture_output=True, text=True, check=True,
+        [PYTHON, HERE / "openai_client.py", url], input=json.dumps(prompts), capture_output=True, text=True, check=True,
         timeout=WATCHDOG_S,
     )  # fmt: skip
     return [(text, cached) for text, cached in map(json.loads, asked.stdout.splitlines())]

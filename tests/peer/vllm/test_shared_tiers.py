@@ -12,24 +12,24 @@ from typing import Any
 
 import pytest
 
-from tests.peer.proxy import Proxy
-from tests.peer.server import MISSING, Server
+from tests.peer.redis_proxy import RedisProxy
+from tests.peer.redis_server import MISSING, RedisServer
 from tests.peer.vllm.conftest import ROOT, Run, cache
-from tests.peer.vllm.prompts import SMALL, ask, ids, pressed
+from tests.peer.vllm.prompts import SMALL, ask, ids, preemption_prompts
 
 A = ids(700, 1)
 
 
 @pytest.fixture
-def server() -> Iterator[Server]:
+def server() -> Iterator[RedisServer]:
     if MISSING:
         pytest.skip(MISSING)
-    server = Server("--maxmemory", "512mb")
+    server = RedisServer("--maxmemory", "512mb")
     yield server
     server.end()
 
 
-def shared(server: Server, **options: Any) -> dict[str, Any]:
+def shared(server: RedisServer, **options: Any) -> dict[str, Any]:
     """No drive: what is found by another process came from the server."""
     options = cache(Path("unused"), **options)
     options["settings"]["nvme"] = {"enabled": False}
@@ -37,8 +37,8 @@ def shared(server: Server, **options: Any) -> dict[str, Any]:
     return options
 
 
-def test_another_process_finds_it_in_redis(run: Run, bare: Run, server: Server) -> None:
-    plain = bare([ask(A)])
+def test_another_process_finds_it_in_redis(run: Run, uncached: Run, server: RedisServer) -> None:
+    plain = uncached([ask(A)])
     first = run([ask(A), "flush"], connector=shared(server))
     second = run([ask(A)], connector=shared(server, lookup_s=5.0))
     assert second["rounds"][0]["cached"] == [672]
@@ -46,13 +46,13 @@ def test_another_process_finds_it_in_redis(run: Run, bare: Run, server: Server) 
 
 
 def test_a_server_behind_a_slow_line_is_left_alone_and_what_it_cost_is_told(
-    run: Run, bare: Run, server: Server
+    run: Run, uncached: Run, server: RedisServer
 ) -> None:
     """The first load is late, and from then on a prompt is computed; by the plan's rows in vLLM's own metrics."""
     prompts = [ids(700, n) for n in range(1, 4)]
     run([ask(*prompts), "flush"], connector=shared(server))
     options = shared(server, lookup_s=10.0, load_s=3.0)
-    line = Proxy(server.port)
+    line = RedisProxy(server.port)
     line.delay_s = 0.1  # for 64 KiB at most; a block is as much
     options["settings"] |= {"redis": {"enabled": True, "url": line.url}, "flow": {"lookup_timeout_s": 10.0}}
     del options["settings"]["plan"]
@@ -63,7 +63,7 @@ def test_a_server_behind_a_slow_line_is_left_alone_and_what_it_cost_is_told(
         result = run(rounds, connector=options)
     finally:
         line.end()
-    plain = bare([*new, first, *later, end])
+    plain = uncached([*new, first, *later, end])
     asked, told = [r for r in result["rounds"] if "cached" in r], result["rounds"][-1]
     assert [r["tokens"] for r in asked] == [r["tokens"] for r in plain["rounds"]]
     assert [r["cached"] for r in asked[3:5]] == [[0], [0]]
@@ -72,12 +72,14 @@ def test_a_server_behind_a_slow_line_is_left_alone_and_what_it_cost_is_told(
     assert 0 < result["metrics"]["kvcache_plan_regret_seconds_total"] <= told["plan_regret_seconds"]
 
 
-def test_a_server_that_is_killed_fails_nothing(run: Run, bare: Run, server: Server) -> None:
-    plain = bare([pressed(), pressed()], llm={**SMALL, "num_gpu_blocks_override": 400})
+def test_a_server_that_is_killed_fails_nothing(run: Run, uncached: Run, server: RedisServer) -> None:
+    plain = uncached([preemption_prompts(), preemption_prompts()], llm={**SMALL, "num_gpu_blocks_override": 400})
     small = shared(server, lookup_s=0.2)
     small["settings"]["host"]["capacity_bytes"] = "4MiB"  # so that most is on the server
     assert server._process is not None
-    result = run([pressed(), f"kill {server._process.pid}", pressed(), "leaks"], connector=small, llm=SMALL)
+    result = run(
+        [preemption_prompts(), f"kill {server._process.pid}", preemption_prompts(), "leaks"], connector=small, llm=SMALL
+    )
     assert [r["tokens"] for r in result["rounds"] if "tokens" in r] == [r["tokens"] for r in plain["rounds"]]
     assert set(result["rounds"][3].values()) == {0}
 
@@ -110,10 +112,10 @@ def test_engines_of_a_host_share_a_daemon(run: Run, daemon: tuple[str, subproces
 
 
 def test_a_daemon_that_is_killed_fails_nothing(
-    run: Run, bare: Run, daemon: tuple[str, subprocess.Popen[bytes]]
+    run: Run, uncached: Run, daemon: tuple[str, subprocess.Popen[bytes]]
 ) -> None:
-    plain = bare([pressed(), pressed()], llm={**SMALL, "num_gpu_blocks_override": 400})
-    rounds = [pressed(), f"kill {daemon[1].pid}", pressed(), "leaks"]
+    plain = uncached([preemption_prompts(), preemption_prompts()], llm={**SMALL, "num_gpu_blocks_override": 400})
+    rounds = [preemption_prompts(), f"kill {daemon[1].pid}", preemption_prompts(), "leaks"]
     result = run(rounds, connector={"address": daemon[0]}, llm=SMALL)
     assert [r["tokens"] for r in result["rounds"] if "tokens" in r] == [r["tokens"] for r in plain["rounds"]]
     assert set(result["rounds"][3].values()) == {0}

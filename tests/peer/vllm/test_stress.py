@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from tests.peer.vllm.conftest import Run, cache
-from tests.peer.vllm.prompts import SMALL, pressed
+from tests.peer.vllm.prompts import SMALL, preemption_prompts
 
-ROUNDS = [pressed(), pressed()]
+ROUNDS = [preemption_prompts(), preemption_prompts()]
 ABORTS = ["aborts 1", "aborts 2"]
 NOTHING = {"requests": 0, "pages": 0, "tracked": 0, "pending": 0, "loading": 0, "known": 0, "declined": 0}
 
@@ -23,8 +23,8 @@ def answers(result: dict) -> list:
 )
 @pytest.mark.parametrize("prefix_caching", [False, True])
 @pytest.mark.parametrize("load", ["async", "sync", "layers"])
-def test_under_pressure(run: Run, bare: Run, tmp_path: Path, load: str, prefix_caching: bool, faults: str) -> None:
-    plain = bare([*ROUNDS, *ABORTS], llm={**SMALL, "num_gpu_blocks_override": 400})
+def test_under_pressure(run: Run, uncached: Run, tmp_path: Path, load: str, prefix_caching: bool, faults: str) -> None:
+    plain = uncached([*ROUNDS, *ABORTS], llm={**SMALL, "num_gpu_blocks_override": 400})
     job = {"env": {"FAULTS": faults}, "prepare": ["faults"]} if faults else {}
     result = run(
         [*ROUNDS, "leaks", *ABORTS, "leaks"],
@@ -39,8 +39,8 @@ def test_under_pressure(run: Run, bare: Run, tmp_path: Path, load: str, prefix_c
     assert sum(result["rounds"][1]["cached"]) > 0
 
 
-def test_a_host_tier_that_holds_almost_nothing(run: Run, bare: Run, tmp_path: Path) -> None:
-    plain = bare(ROUNDS, llm={**SMALL, "num_gpu_blocks_override": 400})
+def test_a_host_tier_that_holds_almost_nothing(run: Run, uncached: Run, tmp_path: Path) -> None:
+    plain = uncached(ROUNDS, llm={**SMALL, "num_gpu_blocks_override": 400})
     options = cache(tmp_path / "nvme")
     options["settings"]["host"]["capacity_bytes"] = "4MiB"
     result = run([*ROUNDS, "flush", "leaks"], connector=options, llm=SMALL)

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from tests.peer import objects
-from tests.peer.server import MISSING, Server
+from tests.peer import s3_server
+from tests.peer.redis_server import MISSING, RedisServer
 from tests.peer.vllm.conftest import Run
-from tests.peer.vllm.prompts import SMALL, ask, ids, pressed
+from tests.peer.vllm.prompts import SMALL, ask, ids, preemption_prompts
 
 A, B = ids(700, 1), ids(700, 2)
 CHUNK = 32 * 2 * 2 * 32 * 4 * 4  # bytes of one block of tiny-llama: tokens, K and V, heads, dim, layers, fp32
@@ -24,8 +24,8 @@ def offloading(settings: dict[str, Any], *, chunks: int = 200, **tier: Any) -> d
         "kv_connector": "OffloadingConnector",
         "kv_role": "kv_both",
         "kv_connector_extra_config": {
-            "spec_name": "HostedSpec",
-            "spec_module_path": "hosted",
+            "spec_name": "CpuOffloadingSpec",
+            "spec_module_path": "cpu_offloading_spec",
             "cpu_bytes_to_use": chunks * CHUNK,
             "offload_prompt_only": False,
             "secondary_tiers": [below],
@@ -42,8 +42,8 @@ def answers(result: dict[str, Any]) -> list[Any]:
     return [r["tokens"] for r in result["rounds"] if "tokens" in r]
 
 
-def test_another_process_finds_it_on_the_drive(run: Run, bare: Run, tmp_path: Path) -> None:
-    plain = bare([ask(A), ask(B), ask(A)])
+def test_another_process_finds_it_on_the_drive(run: Run, uncached: Run, tmp_path: Path) -> None:
+    plain = uncached([ask(A), ask(B), ask(A)])
     first = run([ask(A), ask(B), "idle", ask(A)], transfer=on_drive(tmp_path / "nvme"))
     second = run([ask(A), ask(B), ask(A)], transfer=on_drive(tmp_path / "nvme"))
     assert answers(first) == answers(second) == answers(plain)
@@ -51,19 +51,21 @@ def test_another_process_finds_it_on_the_drive(run: Run, bare: Run, tmp_path: Pa
     assert [r["cached"] for r in second["rounds"]] == [[672]] * 3
 
 
-def test_what_leaves_its_host_memory_is_below(run: Run, bare: Run, tmp_path: Path) -> None:
+def test_what_leaves_its_host_memory_is_below(run: Run, uncached: Run, tmp_path: Path) -> None:
     """vLLM's own tier has room for one prompt and a half; an eighth of a conversation would be there."""
     others = [ask(ids(700, seed)) for seed in range(3, 7)]
     rounds = [ask(A), *others, "idle", ask(A)]
-    plain = bare([r for r in rounds if r != "idle"])
+    plain = uncached([r for r in rounds if r != "idle"])
     result = run(rounds, transfer=on_drive(tmp_path / "nvme", chunks=32))
     assert answers(result) == answers(plain)
     assert result["rounds"][-1]["cached"] == [672]
 
 
-def test_under_pressure_and_damage(run: Run, bare: Run, tmp_path: Path) -> None:
-    plain = bare([pressed(), pressed()], llm={**SMALL, "num_gpu_blocks_override": 400})
-    first = run([pressed(), pressed()], transfer=on_drive(tmp_path / "nvme", chunks=64), llm=SMALL)
+def test_under_pressure_and_damage(run: Run, uncached: Run, tmp_path: Path) -> None:
+    plain = uncached([preemption_prompts(), preemption_prompts()], llm={**SMALL, "num_gpu_blocks_override": 400})
+    first = run(
+        [preemption_prompts(), preemption_prompts()], transfer=on_drive(tmp_path / "nvme", chunks=64), llm=SMALL
+    )
     assert answers(first) == answers(plain)
     for segment in sorted((tmp_path / "nvme").rglob("*segment*")):  # every other page of what was kept is overwritten
         if segment.is_file():
@@ -72,16 +74,18 @@ def test_under_pressure_and_damage(run: Run, bare: Run, tmp_path: Path) -> None:
                 for at in range(1 << 12, size, 1 << 17):
                     file.seek(at)
                     file.write(b"\xff" * 64)
-    second = run([pressed(), pressed()], transfer=on_drive(tmp_path / "nvme", chunks=64), llm=SMALL)
+    second = run(
+        [preemption_prompts(), preemption_prompts()], transfer=on_drive(tmp_path / "nvme", chunks=64), llm=SMALL
+    )
     assert answers(second) == answers(plain)
     assert {reason for r in second["rounds"] for reason in r["finish"]} == {"length"}
 
 
 @pytest.mark.parametrize("faults", ["7 none gone damaged full", "9 none raising"])
-def test_under_pressure_and_a_cache_that_lets_it_down(run: Run, bare: Run, tmp_path: Path, faults: str) -> None:
-    plain = bare([pressed(), pressed()], llm={**SMALL, "num_gpu_blocks_override": 400})
+def test_under_pressure_and_a_cache_that_lets_it_down(run: Run, uncached: Run, tmp_path: Path, faults: str) -> None:
+    plain = uncached([preemption_prompts(), preemption_prompts()], llm={**SMALL, "num_gpu_blocks_override": 400})
     result = run(
-        [pressed(), pressed()],
+        [preemption_prompts(), preemption_prompts()],
         transfer=on_drive(tmp_path / "nvme", chunks=64),
         llm=SMALL,
         env={"FAULTS": faults},
@@ -93,7 +97,7 @@ def test_under_pressure_and_a_cache_that_lets_it_down(run: Run, bare: Run, tmp_p
 
 @pytest.mark.skipif(bool(MISSING), reason=MISSING)
 def test_another_process_finds_it_in_redis(run: Run) -> None:
-    server = Server("--maxmemory", "512mb")
+    server = RedisServer("--maxmemory", "512mb")
     try:
         host, redis = {"capacity_bytes": "32MiB"}, {"enabled": True, "url": server.tcp}
         settings = {"host": host, "nvme": {"enabled": False}, "redis": redis, "control": {"enabled": False}}
@@ -107,9 +111,9 @@ def test_another_process_finds_it_in_redis(run: Run) -> None:
 
 @pytest.mark.parametrize("store", ["directory", "moto"])
 def test_another_process_finds_it_in_an_object_store(run: Run, tmp_path: Path, store: str) -> None:
-    if store != "directory" and objects.MISSING[store]:
-        pytest.skip(objects.MISSING[store])
-    server = None if store == "directory" else objects.Server(store)
+    if store != "directory" and s3_server.MISSING[store]:
+        pytest.skip(s3_server.MISSING[store])
+    server = None if store == "directory" else s3_server.S3Server(store)
     try:
         where = {"url": f"file://{tmp_path}/objects"} if server is None else server.settings
         settings = {

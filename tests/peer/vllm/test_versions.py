@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.peer.vllm.conftest import Nursery, Run, cache, runner, version_of
+from tests.peer.vllm.conftest import ForkServer, Run, cache, runner, version_of
 from tests.peer.vllm.prompts import ask, ids
 
 OTHERS = [Path(p).expanduser() for p in os.environ.get("VLLM_VENVS", "").split(os.pathsep) if p]
@@ -20,16 +20,16 @@ pytestmark = pytest.mark.skipif(not OTHERS, reason="no other versions here: name
 
 
 @pytest.fixture(scope="module", params=OTHERS or [Path()], ids=lambda path: path.name)
-def other(request: pytest.FixtureRequest) -> Iterator[tuple[Nursery, str]]:
+def other(request: pytest.FixtureRequest) -> Iterator[tuple[ForkServer, str]]:
     python = request.param / "bin/python"
-    nursery = Nursery(python)
-    yield nursery, version_of(python)
-    nursery.close()
+    fork_server = ForkServer(python)
+    yield fork_server, version_of(python)
+    fork_server.close()
 
 
 @pytest.fixture
 def run_other(
-    other: tuple[Nursery, str], models: Path, tmp_path: Path, record_property: Callable[[str, object], None]
+    other: tuple[ForkServer, str], models: Path, tmp_path: Path, record_property: Callable[[str, object], None]
 ) -> Run:
     record_property("version", other[1])
     return runner(tmp_path, models, other[0])
@@ -60,7 +60,7 @@ def test_every_algorithm_is_found_again_by_another_process(run_other: Run, tmp_p
 
 
 def test_its_own_hashes_are_taken_where_they_are_the_same_everywhere(
-    run_other: Run, other: tuple[Nursery, str], tmp_path: Path
+    run_other: Run, other: tuple[ForkServer, str], tmp_path: Path
 ) -> None:
     result = run_other([ask(A), "origin"], connector=cache(tmp_path / "nvme"))
     _, minor, *_ = other[1].split(".")

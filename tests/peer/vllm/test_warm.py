@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tests.peer.server import MISSING, Server
+from tests.peer.redis_server import MISSING, RedisServer
 from tests.peer.vllm.conftest import ROOT, WATCHDOG_S
 from tests.peer.vllm.prompts import ids
 from tests.peer.vllm.test_serve import TRANSFER, served
@@ -31,7 +31,7 @@ BLOCK = 32
 
 @pytest.mark.skipif(bool(MISSING), reason=MISSING)
 def test_one_prefill_in_all(models: Path, tmp_path: Path) -> None:
-    server = Server("--maxmemory", "512mb")
+    server = RedisServer("--maxmemory", "512mb")
     settings = {"redis": {"enabled": True, "url": server.tcp, "timeout_s": 60}, "nvme": {"enabled": False}}
     settings["flow"] = {"lookup_timeout_s": 60, "deadline_s": 60}
     settings["plan"] = {"enabled": False}
