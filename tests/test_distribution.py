@@ -78,7 +78,7 @@ def test_the_source_distribution_is_the_source(sdist: Path) -> None:
     assert [name for name in names if name.endswith((".so", ".pyc"))] == []
 
 
-def test_a_wheel_has_what_runs_and_nothing_else(plain: Path) -> None:
+def test_a_wheel_contains_only_the_package(plain: Path) -> None:
     with zipfile.ZipFile(plain) as archive:
         names = archive.namelist()
         (metadata,) = (name for name in names if name.endswith(".dist-info/METADATA"))
@@ -104,7 +104,7 @@ def test_the_notice_names_every_dependency() -> None:
     assert [name for name in sorted(names) if not re.search(rf"\b{re.escape(name)}", notice)] == []
 
 
-def test_without_a_compiler_the_same_bytes_come_back(plain: Path, tmp_path: Path) -> None:
+def test_a_build_without_a_compiler_reads_the_same_bytes(plain: Path, tmp_path: Path) -> None:
     """Installed into a folder of its own; what it depends on is this environment's."""
     place = tmp_path / "installed"
     run(sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", place, plain, cwd=tmp_path)

@@ -138,5 +138,5 @@ def test_a_search_of_a_variable_is_found() -> None:
         "found = path in known and error.check == 'room'",
     ],
 )
-def test_a_report_of_an_error_is_no_search(reports: str) -> None:
+def test_printing_an_error_is_not_searching_its_text(reports: str) -> None:
     assert not list(searches(ast.parse(f"try:\n    call()\nexcept OSError as error:\n    {reports}")))

@@ -92,7 +92,7 @@ def test_a_cache_that_does_not_open_claims_nothing(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("content", ["", "nothing", "9" * 4000])
-def test_what_is_no_claim_counts_for_nothing(node: Path, content: str) -> None:
+def test_invalid_claim_files_are_ignored(node: Path, content: str) -> None:
     with opened("1GiB"):
         (node / share.CLAIMS_FOLDER / "1-1").write_text(content)
         (node / share.CLAIMS_FOLDER / "2-1").mkdir()
@@ -100,7 +100,7 @@ def test_what_is_no_claim_counts_for_nothing(node: Path, content: str) -> None:
     (node / share.CLAIMS_FOLDER / "2-1").rmdir()
 
 
-def test_without_a_directory_of_its_own_each_process_is_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unsafe_runtime_directory_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "open to all").mkdir(mode=0o777)
     (tmp_path / "open to all").chmod(0o777)
     monkeypatch.setattr(share, "runtime_directories", lambda: [tmp_path / "no" / "where", tmp_path / "open to all"])
@@ -109,9 +109,7 @@ def test_without_a_directory_of_its_own_each_process_is_alone(tmp_path: Path, mo
     assert list((tmp_path / "open to all").iterdir()) == []
 
 
-def test_one_line_says_what_was_chosen_and_one_how_much_of_a_model_fits(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_the_budget_is_logged_with_the_tokens_that_fit(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     layout = KVLayout.mha(layers=32, kv_heads=8, head_dim=128)  # 2 MiB a block of 16 tokens, and 4 KiB
     with (
         caplog.at_level(logging.INFO, "kvcache"),

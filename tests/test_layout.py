@@ -200,7 +200,7 @@ def parameters(node: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
 
 
 @pytest.mark.parametrize("rule", RULES)
-def test_each_rule_holds(rule: str) -> None:
+def test_no_file_breaks_a_layout_rule(rule: str) -> None:
     assert sorted(faults(rule)) == []
 
 

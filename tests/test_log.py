@@ -22,13 +22,13 @@ def as_before() -> Iterator[None]:
     assert logger.handlers == []
 
 
-def test_nothing_is_touched_unless_asked() -> None:
+def test_logging_is_configured_only_on_request() -> None:
     configure_logging(LogSettings())
     assert logging.getLogger("kvcache").handlers == []
     assert logging.getLogger("kvcache").level == logging.NOTSET
 
 
-def test_json_lines(capsys: pytest.CaptureFixture[str]) -> None:
+def test_json_logs_have_one_object_per_line(capsys: pytest.CaptureFixture[str]) -> None:
     configure_logging(LogSettings(format="json", level="info"))
     configure_logging(LogSettings(format="json", level="info"))
     logging.getLogger("kvcache.tier").info("%d blocks\nand a line", 3)
@@ -42,13 +42,13 @@ def test_json_lines(capsys: pytest.CaptureFixture[str]) -> None:
     assert "ValueError: reason" in second["trace"]
 
 
-def test_text(capsys: pytest.CaptureFixture[str]) -> None:
+def test_text_logs_have_one_line_per_event(capsys: pytest.CaptureFixture[str]) -> None:
     configure_logging(LogSettings(format="text"))
     logging.getLogger("kvcache").warning("here")
     assert capsys.readouterr().err.endswith("WARNING kvcache: here\n")
 
 
-def test_the_request_stands_on_each_line_of_its_own(capsys: pytest.CaptureFixture[str]) -> None:
+def test_each_line_names_its_request(capsys: pytest.CaptureFixture[str]) -> None:
     log = logger("kvcache.store")
     for form in ("text", "json"):
         configure_logging(LogSettings(format=form))

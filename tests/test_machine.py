@@ -30,7 +30,7 @@ def meminfo(total: int, available: int) -> str:
     return f"MemTotal: {total >> 10} kB\nMemFree: 1 kB\nMemAvailable: {available >> 10} kB"
 
 
-def test_a_machine_of_its_own(tmp_path: Path) -> None:
+def test_a_bare_machine_is_limited_by_its_memory(tmp_path: Path) -> None:
     found = memory(write(tmp_path, {"proc/meminfo": meminfo(64 * GiB, 40 * GiB)}))
     assert (found.allowed_bytes, found.free_bytes, found.bound) == (64 * GiB, 40 * GiB, "machine")
 
@@ -61,7 +61,7 @@ def test_a_cgroup_of_the_first_version_seen_from_within(tmp_path: Path) -> None:
     assert (found.allowed_bytes, found.free_bytes, found.bound) == (2 * GiB, 0, "cgroup")
 
 
-def test_no_limit_in_a_cgroup_is_none(tmp_path: Path) -> None:
+def test_an_unlimited_cgroup_sets_no_limit(tmp_path: Path) -> None:
     files = {
         "proc/meminfo": meminfo(4 * GiB, 3 * GiB),
         "proc/self/cgroup": "4:memory:/",
@@ -72,12 +72,12 @@ def test_no_limit_in_a_cgroup_is_none(tmp_path: Path) -> None:
     assert (found.allowed_bytes, found.free_bytes, found.bound) == (4 * GiB, 3 * GiB, "machine")
 
 
-def test_this_machine() -> None:
+def test_this_machine_reports_plausible_limits() -> None:
     found = memory()
     assert 0 < found.free_bytes <= found.allowed_bytes
 
 
-def test_the_last_mount_over_a_path_tells_its_kind(tmp_path: Path) -> None:
+def test_the_last_mount_over_a_path_decides_its_kind(tmp_path: Path) -> None:
     disk, shadowed = tmp_path / "a disk", tmp_path / "twice"
     disk.mkdir()
     shadowed.mkdir()

@@ -27,7 +27,7 @@ def memory_waste() -> Any:
         yield memory_waste
 
 
-def test_a_page_that_is_not_full_is_all_that_paging_wastes(memory_waste: Any) -> None:
+def test_paging_wastes_only_the_last_page(memory_waste: Any) -> None:
     """20 tokens of a prompt, 8 of an answer: two pages, 12 tokens of the second empty, then 4."""
     found = memory_waste.simulate(
         [memory_waste.Request(0.0, 20, 8), memory_waste.Request(0.5, 16, 8)], memory_waste.Paged(64)
@@ -35,7 +35,7 @@ def test_a_page_that_is_not_full_is_all_that_paging_wastes(memory_waste: Any) ->
     assert (found.held, found.internal, found.external) == (32 + 16, 12 + 0, 0)
 
 
-def test_a_piece_in_the_middle_is_lost_to_what_does_not_fit(memory_waste: Any) -> None:
+def test_a_hole_is_external_waste_for_a_larger_request(memory_waste: Any) -> None:
     memory = memory_waste.Contiguous(100, lambda request: request.tokens)
     first, second, third = (
         memory_waste.Request(0.0, 30, 10),
@@ -54,7 +54,7 @@ def test_a_piece_in_the_middle_is_lost_to_what_does_not_fit(memory_waste: Any) -
     assert memory.admit(third, 40)
 
 
-def test_instructions_that_two_have_in_common_are_held_once_or_twice(memory_waste: Any) -> None:
+def test_shared_instructions_are_counted_once_if_shared(memory_waste: Any) -> None:
     blocks = [b"a", b"b"]
     for share, duplicate, held in ((True, 0, 4), (False, 32, 6)):
         memory = memory_waste.Paged(1024, share=share)
@@ -69,7 +69,7 @@ def test_instructions_that_two_have_in_common_are_held_once_or_twice(memory_wast
 
 
 @given(data=st.data(), share=st.booleans())
-def test_pages_are_counted_as_they_lie(memory_waste: Any, data: Any, share: bool) -> None:
+def test_page_counts_equal_a_count_of_every_page(memory_waste: Any, data: Any, share: bool) -> None:
     memory, running = memory_waste.Paged(16 * 40, share=share), []
     for i in range(data.draw(st.integers(1, 20))):
         if running and data.draw(st.booleans()):

@@ -11,7 +11,7 @@ def named(prefix: str) -> set[threading.Thread]:
     return {thread for thread in threading.enumerate() if thread.name.startswith(prefix)}
 
 
-def test_a_pool_has_all_its_threads_before_the_first_call() -> None:
+def test_a_pool_starts_all_threads_before_the_first_call() -> None:
     pool = ThreadExecutor(3, "test-port")
     try:
         hired = named("kvcache-test-port")

@@ -12,7 +12,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 
 
-def test_the_page_is_written_from_the_results() -> None:
+def test_the_page_equals_the_generated_one() -> None:
     command = [sys.executable, ROOT / "benchmarks" / "report"]
     written = subprocess.run(command, stdout=subprocess.PIPE, check=True).stdout.decode()
     page = (ROOT / "docs" / "performance.md").read_text()

@@ -72,7 +72,7 @@ def test_every_error_is_public() -> None:
     assert public == ours
 
 
-def test_an_import_brings_nothing_but_itself_and_the_standard_library() -> None:
+def test_import_loads_only_kvcache_and_the_stdlib() -> None:
     script = (
         "import sys\n"
         "before = set(sys.modules)\n"
@@ -83,7 +83,7 @@ def test_an_import_brings_nothing_but_itself_and_the_standard_library() -> None:
     assert python(script) == "['kvcache']\n"
 
 
-def test_nothing_below_the_engines_needs_an_extra() -> None:
+def test_lower_packages_import_without_extras() -> None:
     """Every module of the lower packages and the whole command's frame, with the extras hidden and sockets watched."""
     packages = ("block", "codec", "transfer", "evict", "observe", "index", "tier", "cache")
     modules = [
@@ -113,24 +113,24 @@ def test_nothing_below_the_engines_needs_an_extra() -> None:
     assert python(script) == "whole\n"
 
 
-def test_where_no_daemon_answers_that_is_said(tmp_path: Path) -> None:
+def test_open_reports_an_unreachable_daemon(tmp_path: Path) -> None:
     with pytest.raises(UnreachableError, match="kvcache daemon") as caught:
         kvcache.open(f"unix:{tmp_path}/kvcache.socket")
     assert str(tmp_path) in str(caught.value)
 
 
-def test_a_daemon_elsewhere_that_is_not_there_is_named() -> None:
+def test_open_names_an_unreachable_remote_daemon() -> None:
     with pytest.raises(UnreachableError) as caught:
         kvcache.open("tls://cache.invalid:7070")
     assert "tls://cache.invalid:7070" in str(caught.value)
 
 
-def test_a_daemon_has_settings_of_its_own(tmp_path: Path) -> None:
+def test_open_of_a_daemon_refuses_cache_settings(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"host = .*its own settings"):
         kvcache.open(f"unix:{tmp_path}/kvcache.socket", host={"capacity_bytes": "1GiB"})
 
 
-def test_a_wrong_setting_is_refused_before_anything_is_made(tmp_path: Path) -> None:
+def test_a_wrong_setting_is_refused_before_files_are_made(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"flow\.threads = 0"):
         kvcache.open(nvme__path=tmp_path / "nvme", nvme__capacity_bytes="1GiB", flow__threads=0)
     assert list(tmp_path.iterdir()) == []

@@ -68,14 +68,14 @@ def test_nested_and_flat_keywords_are_the_same(tmp_path: Path) -> None:
     assert flat.evict == nested.evict
 
 
-def test_a_password_is_no_setting_and_is_not_repeated(tmp_path: Path) -> None:
+def test_a_password_setting_is_refused_and_not_echoed(tmp_path: Path) -> None:
     load(environ={"KVCACHE_REDIS_PASSWORD": "not to be seen"}, **given_all(tmp_path))
     said = refusal(redis={"url": "redis://user:secret@here:6379"})
     assert "redis.password_file" in said
     assert "secret" not in said
 
 
-def test_an_empty_variable_is_none(tmp_path: Path) -> None:
+def test_an_empty_variable_counts_as_unset(tmp_path: Path) -> None:
     assert load(environ={"KVCACHE_BLOCK_TOKENS": ""}, **given_all(tmp_path)).block_tokens == 16
 
 
@@ -97,7 +97,7 @@ def test_the_directory_variable_moves_the_drive(tmp_path: Path, monkeypatch: pyt
     assert load(environ={}, nvme__capacity_bytes="1GiB").nvme.path == tmp_path / "kvcache" / "nvme"
 
 
-def test_a_drive_in_memory_is_refused_unless_its_size_is_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_tmpfs_drive_needs_an_explicit_capacity(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvcache.settings.tiers.is_memory_backed", lambda path: True)
     text = refusal(nvme__path=str(tmp_path))
     assert "nvme.path" in text
@@ -107,7 +107,7 @@ def test_a_drive_in_memory_is_refused_unless_its_size_is_given(tmp_path: Path, m
     assert not load(environ={}, nvme__enabled=False).nvme.enabled
 
 
-def test_a_fifth_of_the_disk_whatever_the_cache_holds_already(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_default_is_a_fifth_of_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     disk = {"free": 100 * GiB, "held": 0}
     monkeypatch.setattr("kvcache.settings.tiers.is_memory_backed", lambda path: False)
     monkeypatch.setattr("kvcache.settings.tiers.disk_free_bytes", lambda path: disk["free"])
@@ -155,16 +155,14 @@ def test_a_fifth_of_the_disk_whatever_the_cache_holds_already(tmp_path: Path, mo
         ({"environ": {"KVCACHE_FLOW__THREADS": "x"}}, ("flow.threads = 'x'", "from KVCACHE_FLOW__THREADS")),
     ],
 )
-def test_a_wrong_one_is_named_with_its_value_and_what_would_do(
-    keywords: dict[str, Any], words: tuple[str, ...]
-) -> None:
+def test_an_error_names_setting_value_and_expectation(keywords: dict[str, Any], words: tuple[str, ...]) -> None:
     text = refusal(**keywords)
     for word in words:
         assert word in text
 
 
 @pytest.mark.parametrize("foreign", sorted(FOREIGN))
-def test_other_libraries_words_are_answered_with_ours(foreign: str) -> None:
+def test_names_of_other_libraries_suggest_the_setting(foreign: str) -> None:
     whose, ours = FOREIGN[foreign]
     assert ours in TABLE
     assert f"{foreign} is {whose} word; here it is {ours}" in refusal(**{foreign: 1})
@@ -172,7 +170,7 @@ def test_other_libraries_words_are_answered_with_ours(foreign: str) -> None:
 
 
 @pytest.mark.parametrize("old", sorted(RENAMED))
-def test_a_setting_of_before_is_refused_with_its_new_name(old: str) -> None:
+def test_a_renamed_setting_is_refused_with_its_new_name(old: str) -> None:
     new = RENAMED[old]
     assert new in TABLE
     variable = f"KVCACHE_{old.upper().replace('.', '__')}"
@@ -211,7 +209,7 @@ def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
     ),
     st.sampled_from([*sorted(TABLE), "host", "nonsense"]),
 )
-def test_whatever_is_given_it_is_a_setting_or_a_refusal(value: Any, name: str) -> None:
+def test_any_value_is_accepted_or_refused_with_an_error(value: Any, name: str) -> None:
     keywords = {"nvme__path": "/nowhere", "nvme__capacity_bytes": GiB, name.replace(".", "__"): value}
     try:
         answer: Settings | str = load(environ={}, **keywords)

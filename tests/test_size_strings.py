@@ -26,12 +26,12 @@ from kvcache.settings.types import parse_bytes, parse_seconds, show_bytes, show_
         (7, 7),
     ],
 )
-def test_sizes(text: str | int, size: int) -> None:
+def test_size_strings_parse_to_bytes(text: str | int, size: int) -> None:
     assert parse_bytes(text) == size
 
 
 @pytest.mark.parametrize("text", ["", "GiB", "2iB", "2 gigs", "-1", "1e9", "0x10", "1_000", "2GiBs", "inf", True, "٣"])
-def test_what_is_no_size(text: str) -> None:
+def test_an_invalid_size_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match="not a size"):
         parse_bytes(text)
 
@@ -47,12 +47,12 @@ def test_what_is_no_size(text: str) -> None:
         (10 << 30, "10 GiB"),
     ],
 )
-def test_shown(size: int, text: str) -> None:
+def test_sizes_are_formatted_with_units(size: int, text: str) -> None:
     assert show_bytes(size) == text
 
 
 @given(st.integers(0, 1 << 60))
-def test_what_is_shown_reads_back_to_four_digits(size: int) -> None:
+def test_a_formatted_size_parses_to_four_digits(size: int) -> None:
     assert parse_bytes(show_bytes(size)) == pytest.approx(size, rel=1e-3, abs=0)
 
 
@@ -60,18 +60,18 @@ def test_what_is_shown_reads_back_to_four_digits(size: int) -> None:
     ("text", "seconds"),
     [("90s", 90), ("30min", 1800), ("12 h", 43_200), ("7d", 604_800), ("1.5d", 129_600), (" 2w ", 1_209_600)],
 )
-def test_times(text: str, seconds: float) -> None:
+def test_time_strings_parse_to_seconds(text: str, seconds: float) -> None:
     assert parse_seconds(text) == seconds
 
 
 @pytest.mark.parametrize("text", ["", "7", "d", "-1d", "7 days", "1e3s", "nan s"])
-def test_what_is_no_time(text: str) -> None:
+def test_an_invalid_time_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match="not a time"):
         parse_seconds(text)
 
 
 @given(st.floats(0, 1e9))
-def test_a_time_is_shown_as_it_is_read(seconds: float) -> None:
+def test_a_formatted_time_parses_to_itself(seconds: float) -> None:
     shown = show_seconds(seconds)
     unit = {"s": 1, "min": 60, "h": 3600, "d": 86_400}[shown.split()[1]]
     assert abs(parse_seconds(shown) - seconds) <= unit / 2

@@ -25,7 +25,7 @@ def test_the_page_has_both() -> None:
 
 
 @pytest.mark.parametrize(("command", "promised"), SHOWN, ids=[command for command, _ in SHOWN])
-def test_what_is_shown_is_what_is_printed(
+def test_the_page_shows_the_commands_output(
     command: str, promised: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("COLUMNS", "120")

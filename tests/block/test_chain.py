@@ -35,7 +35,7 @@ def chain_of(block_tokens, *parts):
 
 
 @given(st.integers(1, 20), ids, st.lists(extra_pairs, max_size=4))
-def test_the_chain_is_that_of_the_page(block_tokens, token_ids, extras):
+def test_the_chain_equals_the_specification(block_tokens, token_ids, extras):
     extras = extras[: -(-len(token_ids) // block_tokens)]
     chain = chain_of(block_tokens, (token_ids, extras))
     assert chain.signatures == spec_reference.chain(NAMESPACE, block_tokens, token_ids, extras)
@@ -43,7 +43,7 @@ def test_the_chain_is_that_of_the_page(block_tokens, token_ids, extras):
 
 
 @given(st.integers(1, 20), ids, extra_pairs, st.lists(st.integers(0, 70), max_size=5))
-def test_however_a_sequence_arrives_it_has_the_same_signatures(block_tokens, token_ids, pairs, cuts):
+def test_chunking_does_not_change_signatures(block_tokens, token_ids, pairs, cuts):
     """With extras for the block of each arrival's first token, once at its first arrival."""
     whole = chain_of(block_tokens, (token_ids, [pairs] if token_ids else None))
     chain = Chain(NAMESPACE, block_tokens)
@@ -70,7 +70,7 @@ def test_extras_belong_to_the_blocks_that_their_tokens_reach():
     assert swapped.signatures[2] != at_once.signatures[2]
 
 
-def test_a_signature_binds_everything_before_it():
+def test_a_signature_depends_on_every_earlier_token():
     base = chain_of(4, (range(16),)).signatures
     for changed in (0, 5, 15):
         token_ids = list(range(16))
@@ -80,13 +80,13 @@ def test_a_signature_binds_everything_before_it():
         assert same == [block < changed // 4 for block in range(4)]
 
 
-def test_parents():
+def test_a_blocks_parent_is_the_previous_signature():
     chain = chain_of(4, (range(12),))
     assert [chain.parents(i) for i in range(3)] == [NAMESPACE, *chain.signatures[:2]]
 
 
 @given(ids, st.integers(1, 20), st.booleans())
-def test_the_compiled_chain_and_its_twin_agree(token_ids, block_tokens, with_extras):
+def test_the_compiled_chain_equals_the_reference(token_ids, block_tokens, with_extras):
     array_ids = np.array(token_ids[: len(token_ids) // block_tokens * block_tokens], np.uint32)
     blocks = len(array_ids) // block_tokens
     extras = [bytes([i]) * i for i in range(blocks)] if with_extras else None
@@ -102,7 +102,7 @@ def test_without_the_compiled_core_the_chain_is_the_same(monkeypatch):
     assert chain_of(16, (range(1000), [[(b"t", b"d")]])).signatures == with_core
 
 
-def test_the_chain_keeps_nothing_of_the_callers_buffer():
+def test_the_chain_copies_the_callers_buffer():
     buffer = np.arange(6, dtype=np.uint32)
     chain = Chain(NAMESPACE, 4)
     chain.extend(buffer)
@@ -141,7 +141,7 @@ def test_chains_begin_from_a_namespace_id():
         Chain(NAMESPACE, 0)
 
 
-def test_extras_are_told_apart():
+def test_different_extras_give_different_signatures():
     many = [
         [],
         [(b"a", b"")],
@@ -176,7 +176,7 @@ def test_a_chain_of_digests_is_not_extended_by_tokens():
         Chain.from_digests(NAMESPACE, [b"x" * 32], 16).extend([1])
 
 
-def test_a_chain_of_digests_grows_by_digests_and_by_nothing_else():
+def test_a_chain_of_digests_grows_by_digests_only():
     digests = [bytes([i]) * 32 for i in range(5)]
     chain = Chain.from_digests(NAMESPACE, digests[:2], 16)
     with pytest.raises(TokenError, match="digest 1 is 3 bytes"):
@@ -190,7 +190,7 @@ def test_a_chain_of_digests_grows_by_digests_and_by_nothing_else():
 # tokens
 
 
-def test_what_is_uint32_already_is_not_copied():
+def test_a_uint32_buffer_is_not_copied():
     token_ids = np.arange(10, dtype=np.uint32)
     assert np.shares_memory(tokens(token_ids), token_ids)
     assert np.shares_memory(tokens(memoryview(token_ids)), token_ids)
@@ -225,7 +225,7 @@ def test_every_integer_form_gives_the_same_ids(form):
 
 
 @pytest.mark.parametrize("form", [list, tuple, lambda x: np.array(x, np.uint32), lambda x: array("I", x), range])
-def test_no_tokens_are_no_tokens(form):
+def test_an_empty_sequence_has_no_tokens(form):
     assert tokens(form(0) if form is range else form([])).shape == (0,)
 
 
@@ -235,7 +235,7 @@ def test_small_integer_types_and_ranges():
     assert tokens(range(3, 9, 2)).tolist() == [3, 5, 7]
 
 
-def test_torch_tensors():
+def test_torch_tensors_are_accepted_or_refused_by_dtype():
     torch = pytest.importorskip("torch", reason="torch is an extra; its tensors are taken where it is installed")
     token_ids = torch.arange(5)
     assert tokens(token_ids).tolist() == [0, 1, 2, 3, 4]
@@ -285,13 +285,13 @@ def test_torch_tensors():
         ((i for i in range(3)), "0 dimensions"),
     ],
 )
-def test_what_is_no_token_id_is_named(wrong, said):
+def test_an_invalid_token_id_is_named_in_the_error(wrong, said):
     with pytest.raises(TokenError, match=said):
         tokens(wrong)
 
 
 @given(st.lists(st.integers(-10, 2**33) | st.floats() | st.booleans() | st.none() | st.text(max_size=2), max_size=6))
-def test_a_list_is_taken_exactly_if_all_of_it_are_ids(values):
+def test_a_list_is_accepted_only_if_all_items_are_ids(values):
     sound = all(type(v) is int and 0 <= v < 2**32 for v in values)
     if sound:
         assert tokens(values).tolist() == values

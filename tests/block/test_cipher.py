@@ -52,20 +52,20 @@ def decrypted(header: memoryview, body: memoryview, keys: CipherKeys) -> bytes |
 
 
 @given(st.binary(max_size=3000))
-def test_there_and_back(payload: bytes) -> None:
+def test_a_payload_decrypts_to_itself(payload: bytes) -> None:
     header, body = encrypted(payload, CipherKeys([KEY]))
     assert verify(header, body, ADDRESS).stored_bytes == len(payload)
     assert len(payload) < 16 or payload not in bytes(body)
     assert decrypted(header, body, CipherKeys([KEY])) == payload
 
 
-def test_more_than_a_step() -> None:
+def test_a_payload_longer_than_a_step_decrypts() -> None:
     payload = bytes(range(256)) * 12_000
     header, body = encrypted(payload, CipherKeys([KEY]))
     assert decrypted(header, body, CipherKeys([KEY])) == payload
 
 
-def test_two_writes_of_the_same_bytes_have_nothing_in_common() -> None:
+def test_equal_payloads_have_different_ciphertexts() -> None:
     one, other = (encrypted(bytes(1000), CipherKeys([KEY]))[1] for _ in range(2))
     assert bytes(one) != bytes(other)
 
@@ -98,7 +98,7 @@ def test_a_changed_bit_is_detected(data: st.DataObject) -> None:
     assert decrypted(area, memoryview(forged), CipherKeys([KEY])) is None
 
 
-def test_the_parent_is_not_put_into_the_expiry() -> None:
+def test_a_parent_in_the_expiry_field_is_refused() -> None:
     """What is covered tells where one ends and the other begins."""
     end = (1_900_000_000_000).to_bytes(8, "little")
     header, body = encrypted(b"secret" * 50, CipherKeys([KEY]), expiry=end)
@@ -113,7 +113,7 @@ def test_the_parent_is_not_put_into_the_expiry() -> None:
     assert not CipherKeys([KEY]).decrypt(memoryview(bytearray(body)), found, associated_data(fixed, fields))
 
 
-def test_a_new_key_is_put_before_the_old_one() -> None:
+def test_the_first_key_encrypts_and_later_keys_decrypt() -> None:
     before, both, after = CipherKeys([OLD]), CipherKeys([KEY, OLD]), CipherKeys([KEY])
     old, new = encrypted(b"one", before), encrypted(b"two", both)
     assert decrypted(*old, both) == b"one"
@@ -122,7 +122,7 @@ def test_a_new_key_is_put_before_the_old_one() -> None:
     assert not CipherKeys([OTHER]).can_decrypt(read_header(new[0]))
 
 
-def test_a_cipher_of_another_length_is_foreign() -> None:
+def test_a_cipher_field_of_another_length_is_foreign() -> None:
     header = memoryview(bytearray(4096))
     seal(header, memoryview(b"x"), ADDRESS, stored_bytes=1, fields={ENCRYPTION: bytes(40)})
     with pytest.raises(RecordError) as caught:
@@ -131,7 +131,7 @@ def test_a_cipher_of_another_length_is_foreign() -> None:
 
 
 @pytest.mark.parametrize("content", ["", "00" * 31, "xy" * 32, "00" * 32 + "\n" + "11" * 16])
-def test_a_file_that_holds_no_keys(content: str, tmp_path: Path) -> None:
+def test_a_file_without_keys_is_refused(content: str, tmp_path: Path) -> None:
     (tmp_path / "keys").write_text(content)
     with pytest.raises(ConfigError, match=r"encryption\.key_file") as caught:
         CipherKeys.of(str(tmp_path / "keys"), "encryption.key_file")
@@ -140,5 +140,5 @@ def test_a_file_that_holds_no_keys(content: str, tmp_path: Path) -> None:
         CipherKeys.of(str(tmp_path / "none"), "encryption.key_file")
 
 
-def test_keys_show_no_key() -> None:
+def test_repr_of_keys_shows_no_key() -> None:
     assert KEY.hex() not in repr(CipherKeys([KEY]))

@@ -86,7 +86,7 @@ def signatures(one, other, trials):
             yield chain.signatures[0]
 
 
-def test_a_search_of_seconds_finds_blocks_that_collide_under_secret_seeds_and_parents(request):
+def test_seeded_xxh64_collides_within_seconds(request):
     """From the first row on it takes five seconds; the default run begins a little before the find."""
     first = 1 if request.config.getoption("--long") else 1400
     found = search(first, rows=1600 - first, probability=0.4)
@@ -96,7 +96,7 @@ def test_a_search_of_seconds_finds_blocks_that_collide_under_secret_seeds_and_pa
     assert len(set(signatures(one, other, trials=400))) == 800
 
 
-def test_a_search_of_a_minute_finds_blocks_that_nearly_always_collide():
+def test_a_minute_of_search_finds_near_certain_collisions():
     """The best pair of the whole search over this vocabulary: 96 % in one lane, 92 % in two."""
     one, other = blocks((114_228, 30_581), (69_338, 122_041))
     for parent_bytes in (8, 16, 32):

@@ -24,7 +24,7 @@ def windows(layout):
     return [(g.name, g.layers, g.rule, g.window_tokens) for g in layout.groups]
 
 
-def test_a_llama():
+def test_a_llama_config_gives_its_layout():
     layout = layout_from_hf(LLAMA)
     assert layout == KVLayout.mha(layers=4, kv_heads=2, head_dim=8)
     assert layout.max_tokens == 8192
@@ -35,7 +35,7 @@ def test_a_llama():
 
 
 @pytest.mark.parametrize("as_file", [True, False])
-def test_from_a_directory_or_a_file(tmp_path, as_file):
+def test_a_config_is_read_from_a_directory_or_a_file(tmp_path, as_file):
     (tmp_path / "config.json").write_text(json.dumps(LLAMA))
     assert layout_from_hf(tmp_path / "config.json" if as_file else str(tmp_path)) == layout_from_hf(LLAMA)
 
@@ -53,7 +53,7 @@ def test_from_a_directory_or_a_file(tmp_path, as_file):
         ({"layer_types": ["full_attention"] * 4, "sliding_window": 128}, {}),
     ],
 )
-def test_one_group(change, group):
+def test_config_fields_give_one_group(change, group):
     expected = {"layers": 4, "kv_heads": 2, "head_dim": 8} | group
     assert layout_from_hf(LLAMA | change) == KVLayout((Group(**expected),))
 
@@ -89,11 +89,11 @@ def test_one_group(change, group):
         ),
     ],
 )
-def test_layers_with_a_window_are_a_group_of_their_own(change, groups):
+def test_windowed_layers_form_a_separate_group(change, groups):
     assert windows(layout_from_hf(LLAMA | change)) == groups
 
 
-def test_a_latent():
+def test_an_mla_config_gives_a_latent_layout():
     config = {
         "model_type": "deepseek_v3",
         "num_hidden_layers": 61,
@@ -107,7 +107,7 @@ def test_a_latent():
     assert layout_from_hf(config) == KVLayout((Group(kind="mla", layers=61, head_dim=576),))
 
 
-def test_the_decoder_of_a_model_that_also_sees():
+def test_a_multimodal_config_gives_the_text_decoder_layout():
     text = {name: value for name, value in LLAMA.items() if name != "torch_dtype"}
     outer = {"model_type": "llava", "torch_dtype": "float16", "text_config": text, "vision_config": {"hidden_size": 3}}
     assert layout_from_hf(outer) == layout_from_hf(LLAMA, dtype="fp16")
@@ -134,7 +134,7 @@ def test_the_decoder_of_a_model_that_also_sees():
         ({"model_type": "deepseek_v3"}, "kv_lora_rank is missing"),
     ],
 )
-def test_a_configuration_of_another_kind(change, said):
+def test_a_config_of_another_kind_is_refused(change, said):
     with pytest.raises(LayoutError, match=said):
         layout_from_hf(LLAMA | change)
 
@@ -149,19 +149,19 @@ def test_a_configuration_of_another_kind(change, said):
         (b"[" * 200_000, "no JSON"),
     ],
 )
-def test_a_directory_of_another_kind(tmp_path, contents, said):
+def test_a_directory_without_a_model_config_is_refused(tmp_path, contents, said):
     if contents is not None:
         (tmp_path / "config.json").write_bytes(contents)
     with pytest.raises(ModelError, match=said):
         layout_from_hf(tmp_path)
 
 
-def test_no_directory(tmp_path):
+def test_a_missing_directory_is_refused(tmp_path):
     with pytest.raises(ModelError, match="No such file"):
         layout_from_hf(tmp_path / "nothing")
 
 
-def test_what_a_configuration_leaves_out_is_what_transformers_takes():
+def test_omitted_fields_get_the_defaults_of_transformers():
     """Nested configurations are written without what equals the family's defaults."""
     transformers = pytest.importorskip("transformers", reason="an extra of the tests; gives the families' defaults")
     base = {"num_hidden_layers": 12, "hidden_size": 4096, "dtype": "bfloat16"}
@@ -179,7 +179,7 @@ def test_what_a_configuration_leaves_out_is_what_transformers_takes():
 # facts
 
 
-def test_facts_are_what_changes_keys_and_values():
+def test_facts_hold_the_fields_that_change_keys_and_values():
     assert engine_facts(LLAMA) == {}
     rope = {"rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 8192}
     quantised = {"quant_method": "fp8", "kv_cache_scheme": {"num_bits": 8}}
@@ -198,12 +198,12 @@ def test_facts_are_what_changes_keys_and_values():
         ({}, False),
     ],
 )
-def test_the_length_counts_only_where_rope_scaling_depends_on_it(settings, depends):
+def test_max_length_is_a_fact_only_if_rope_depends_on_it(settings, depends):
     facts = engine_facts(LLAMA | settings)
     assert facts == settings | ({"max_position_embeddings": 8192} if depends else {})
 
 
-def test_facts_of_a_nested_configuration():
+def test_facts_of_a_nested_config_are_found():
     outer = {"text_config": LLAMA | {"rope_theta": 1.0}, "quantization_config": {"bits": 4}}
     assert engine_facts(outer) == {"rope_theta": 1.0, "quantization_config": {"bits": 4}}
 
@@ -216,6 +216,6 @@ def test_facts_can_be_encoded():
 
 
 @pytest.mark.parametrize("config", [8, None, 1.5, [], b"config.json"])
-def test_a_model_that_is_none(config: object) -> None:
+def test_a_config_of_a_wrong_type_is_refused(config: object) -> None:
     with pytest.raises(ModelError, match=type(config).__name__):
         layout_from_hf(config)

@@ -37,7 +37,7 @@ def signed(keys: list[bytes], data: bytes = b"\7" * SIZE) -> tuple[bytes, memory
     return with_field(cut, header, KEYED_DIGEST, RecordSigner(keys).sign(cut, header, [body[:SIZE]])), body[:SIZE]
 
 
-def test_the_digest_is_what_the_page_says() -> None:
+def test_the_digest_equals_the_specification() -> None:
     head, body = signed([KEY])
     header = verify(head, body, chain(2)[1])
     message = head[4:112] + header.fields[PARENT] + bytes(body)
@@ -53,14 +53,14 @@ def test_keys_can_be_changed() -> None:
     assert RecordSigner([OTHER]).signed(again, read_header(again), [body])
 
 
-def test_what_has_no_digest_is_not_signed() -> None:
+def test_a_record_without_a_digest_is_not_signed() -> None:
     head, body = record(chain(1)[0], SIZE)
     header = read_header(head)
     assert not RecordSigner([KEY]).signed(bytes(head[: header.header_bytes]), header, [body[:SIZE]])
 
 
 @given(at=st.integers(0, SIZE - 1), bit=st.integers(0, 7))
-def test_a_payload_with_sums_to_match_is_still_forged(at: int, bit: int) -> None:
+def test_a_forged_payload_with_matching_sums_is_refused(at: int, bit: int) -> None:
     """Whoever writes can make every checksum right; not the digest."""
     head, _ = signed([KEY])
     data = bytearray(b"\7" * SIZE)
@@ -87,7 +87,7 @@ ENDS = {EXPIRY: (1_900_000_000_000).to_bytes(8, "little"), ENCRYPTION: bytes(ran
 @pytest.mark.parametrize(
     "after", [{}, {EXPIRY: ENDS[EXPIRY]}, {ENCRYPTION: ENDS[ENCRYPTION]}, ENDS, ENDS | {EXPIRY: bytes(8)}]
 )
-def test_end_and_encryption_are_signed(before: dict[int, bytes], after: dict[int, bytes]) -> None:
+def test_expiry_and_encryption_fields_are_signed(before: dict[int, bytes], after: dict[int, bytes]) -> None:
     """Nobody takes them out, puts them in or changes them, however right he makes the checksums."""
     body, area = memoryview(b"\7" * SIZE), memoryview(bytearray(4096))
     used = seal(area, body, chain(2)[1], stored_bytes=SIZE, write_id=1, fields=before)
@@ -99,7 +99,7 @@ def test_end_and_encryption_are_signed(before: dict[int, bytes], after: dict[int
 
 
 @pytest.mark.parametrize(("text", "said"), [("", "64"), ("00" * 31, "64"), ("not hexadecimal", "hexadecimal")])
-def test_a_file_that_makes_no_sense(tmp_path: Path, text: str, said: str) -> None:
+def test_a_malformed_key_file_is_refused(tmp_path: Path, text: str, said: str) -> None:
     file = tmp_path / "keys"
     file.write_text(text)
     with pytest.raises(ConfigError, match=said) as caught:
@@ -107,6 +107,6 @@ def test_a_file_that_makes_no_sense(tmp_path: Path, text: str, said: str) -> Non
     assert not text or text not in str(caught.value)
 
 
-def test_a_file_that_is_not_there(tmp_path: Path) -> None:
+def test_a_missing_key_file_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="signing_key_file"):
         RecordSigner.of(str(tmp_path / "none"), "redis.signing_key_file")

@@ -42,7 +42,7 @@ def test_a_payload_is_one_array_without_gaps(kind_order, dtype, sizes, data):
 
 
 @given(st.integers(1, 6), st.integers(1, 6), st.integers(1, 5), st.integers(1, 5))
-def test_shards_are_parts_of_the_whole(layers, heads, layer_cut, head_cut):
+def test_shards_concatenate_to_the_whole_payload(layers, heads, layer_cut, head_cut):
     layout = KVLayout.mha(layers=layers, kv_heads=heads, head_dim=3)
     cut_layers = sorted({0, min(layer_cut, layers), layers})
     cut_heads = sorted({0, min(head_cut, heads), heads})
@@ -57,13 +57,13 @@ def test_shards_are_parts_of_the_whole(layers, heads, layer_cut, head_cut):
 @pytest.mark.parametrize(
     ("kv_heads", "token_bytes", "context_bytes"), [(64, 2560 << 10, 80 << 30), (8, 320 << 10, 10 << 30)]
 )
-def test_the_sizes_that_everybody_knows(kv_heads, token_bytes, context_bytes):
+def test_block_bytes_of_well_known_models(kv_heads, token_bytes, context_bytes):
     layout = KVLayout.mha(layers=80, kv_heads=kv_heads, head_dim=128)
     assert layout.token_bytes == token_bytes
     assert layout.context_bytes(32_768) == context_bytes
 
 
-def test_a_latent_of_deepseek():
+def test_a_deepseek_latent_has_its_published_size():
     layout = KVLayout((Group(kind="mla", layers=61, head_dim=576),))
     assert layout.token_bytes == 61 * 576 * 2
     assert layout.block_bytes() == 16 * layout.token_bytes
@@ -76,7 +76,7 @@ def test_opaque_blocks_have_a_size_and_no_axes():
     assert (layout.shape(), layout.strides(), layout.token_bytes) == ((), {}, 0)
 
 
-def test_what_a_context_needs_follows_the_rules():
+def test_needed_blocks_follow_each_groups_rule():
     full = Group(layers=1, head_dim=4)
     window = Group(layers=2, head_dim=4, rule="window", window_tokens=40)
     state = Group(layers=1, kind="opaque", opaque_bytes=1000, rule="boundary")
@@ -129,7 +129,7 @@ MHA = {"layers": 2, "kv_heads": 2, "head_dim": 8}
         ({"window_tokens": -5}, "window_tokens = -5"),
     ],
 )
-def test_groups_that_do_not_fit_together(wrong, said):
+def test_inconsistent_groups_are_refused(wrong, said):
     with pytest.raises(LayoutError, match=said):
         Group(**MHA | wrong)
 
@@ -145,19 +145,19 @@ def test_groups_that_do_not_fit_together(wrong, said):
         (lambda: KVLayout.mha(**MHA).shard((-1, 2)), "shard layers -1:2"),
     ],
 )
-def test_layouts_that_do_not_fit_together(make, said):
+def test_inconsistent_layouts_are_refused(make, said):
     with pytest.raises(LayoutError, match=said):
         make()
 
 
-def test_layouts_are_values_whatever_sequence_they_were_made_of():
+def test_layouts_from_lists_and_tuples_are_equal():
     listed = KVLayout([Group(**MHA, order=list(CANONICAL_ORDERS["mha"]))])
     assert listed == KVLayout.mha(**MHA)
     assert hash(listed) == hash(KVLayout.mha(**MHA))
 
 
 @given(st.binary(min_size=32, max_size=32), u16, st.integers(0, 9), st.integers(1, 9))
-def test_a_name_holds_key_group_and_shard(signature, group, first, count):
+def test_a_record_name_holds_key_group_and_shard(signature, group, first, count):
     shard = Shard(first, first + count, 0, 1)
     address = Address(bytes(32), signature, b"", group, shard)
     assert address.key == signature[:16]

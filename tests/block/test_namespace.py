@@ -74,12 +74,12 @@ def canonical(value):
 @example([["a"], "b"], [["a", "b"]])
 @example({"a": "b"}, ["a", "b"])
 @example([1, 2], [12])
-def test_two_values_have_the_same_encoding_only_if_they_are_the_same(a, b):
+def test_different_values_have_different_encodings(a, b):
     assert (encode(a) == encode(b)) == (canonical(a) == canonical(b))
 
 
 @given(fields, fields, st.sampled_from(["layout", "model", "revision", "adapter", "tenant", "cache_salt", "facts"]))
-def test_two_that_differ_in_any_field_share_nothing(a, b, field):
+def test_namespaces_that_differ_in_a_field_have_other_ids(a, b, field):
     one, other = Namespace(**a), Namespace(**a | {field: b[field]})
     left = a["layout"].describe() if field == "layout" else a[field]
     right = b["layout"].describe() if field == "layout" else b[field]
@@ -88,11 +88,11 @@ def test_two_that_differ_in_any_field_share_nothing(a, b, field):
 
 
 @given(st.permutations(["a", "b", "é", "\uff5a", "\U00010000"]))
-def test_the_order_in_which_facts_were_written_does_not_matter(names):
+def test_the_order_of_facts_does_not_change_the_id(names):
     assert make(facts=dict.fromkeys(names, 1)).id == make(facts=dict.fromkeys(sorted(names), 1)).id
 
 
-def test_every_field_of_the_layout_counts():
+def test_every_layout_field_changes_the_id():
     base = Group(layers=2, kv_heads=2, head_dim=8)
     changes = [
         {"layers": 3},
@@ -111,7 +111,7 @@ def test_every_field_of_the_layout_counts():
     assert len({make(layout=layout).id for layout in layouts}) == len(layouts)
 
 
-def test_the_longest_context_is_no_part_of_the_identity():
+def test_the_max_context_does_not_change_the_id():
     assert make(layout=KVLayout(LAYOUT.groups, max_tokens=4096)).id == make().id
 
 
@@ -138,12 +138,12 @@ def test_the_longest_context_is_no_part_of_the_identity():
         ({"facts": {"a": Enum("E", {"X": "x"}, type=str).X}}, r"facts\.a is a E"),
     ],
 )
-def test_what_cannot_be_encoded_is_refused_by_name(changes, named):
+def test_a_value_without_encoding_is_refused_by_name(changes, named):
     with pytest.raises(NamespaceError, match=named):
         make(**changes)
 
 
-def test_values_nested_without_end_are_refused():
+def test_recursive_values_are_refused():
     loop: list = []
     loop.append(loop)
     with pytest.raises(NamespaceError, match="nested deeper"):
@@ -166,7 +166,7 @@ def test_facts_are_a_copy():
     assert namespace.facts == {"a": [1]}
 
 
-def test_description_is_for_people_and_keeps_the_salt_to_itself():
+def test_the_description_hides_the_salt():
     namespace = make(cache_salt="hush-hush", facts={"rope": {"theta": 1e6}})
     told = namespace.describe()
     assert told["id"] == namespace.id.hex()

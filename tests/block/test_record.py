@@ -76,7 +76,7 @@ def checked(slot, area, address=ADDRESS, **more):
     st.integers(0, 2**64 - 1),
     st.dictionaries(st.integers(3, 0x7FFF), st.binary(max_size=20), max_size=3),
 )
-def test_what_was_sealed_is_read_back(size, with_parent, codec, write_id, fields):
+def test_a_sealed_record_is_read_back(size, with_parent, codec, write_id, fields):
     payload = pattern(size, 3)
     address = ADDRESS if with_parent else Address(NAMESPACE, SIGNATURE, b"", 1, ADDRESS.shard)
     slot, area, used = sealed(payload, address, codec=codec, write_id=write_id, fields=fields, decoded_bytes=size + 5)
@@ -101,7 +101,7 @@ def test_what_was_sealed_is_read_back(size, with_parent, codec, write_id, fields
 @given(st.lists(st.integers(0, 2 * CHUNK_BYTES), max_size=4), st.integers(0, CHUNK_BYTES))
 @example([CHUNK_BYTES, 1, CHUNK_BYTES - 1], 5)
 @example([100, 2 * CHUNK_BYTES, 100], 0)
-def test_the_pieces_of_a_payload_do_not_matter(sizes, padding):
+def test_payload_pieces_do_not_change_the_record(sizes, padding):
     payload = pattern(sum(sizes), 11)
     slot, area, _ = sealed(payload)
     pieces, at = [], 0
@@ -121,7 +121,7 @@ def test_a_chunk_can_be_checked_alone():
 
 
 @given(st.integers(0, 1 << 31))
-def test_the_padded_form_lies_on_page_boundaries_and_has_room_for_parent_and_sums(payload_bytes):
+def test_the_padded_form_is_page_aligned_and_fits_all_fields(payload_bytes):
     area = header_area(payload_bytes)
     sums = 8 * -(-payload_bytes // CHUNK_BYTES)
     assert area % 4096 == 0
@@ -129,7 +129,7 @@ def test_the_padded_form_lies_on_page_boundaries_and_has_room_for_parent_and_sum
     assert record_bytes(payload_bytes) == area + spec_reference.up(payload_bytes, 4096)
 
 
-def test_fields_that_find_no_room_are_left_out_higher_tags_first():
+def test_fields_that_do_not_fit_are_dropped_by_highest_tag():
     need = FIXED_BYTES + 6 + len(spec_reference.sums(PAYLOAD))
     ids = bytes(64)
     fields = {TOKEN_IDS: ids, COST: bytes(8)}
@@ -162,14 +162,14 @@ def test_fields_that_find_no_room_are_left_out_higher_tags_first():
         ({"area": 100}, "short"),
     ],
 )
-def test_what_cannot_be_sealed_is_refused(more, check):
+def test_an_unsealable_record_is_refused(more, check):
     with pytest.raises(RecordError) as caught:
         sealed(**more)
     assert caught.value.check == check
     assert isinstance(caught.value, KVCacheError)
 
 
-def test_a_payload_shorter_than_it_should_be_is_not_sealed():
+def test_a_short_payload_is_not_sealed():
     with pytest.raises(RecordError, match="3001 stored bytes: 3000 are there"):
         seal(memoryview(bytearray(4096)), memoryview(PAYLOAD), ADDRESS, stored_bytes=3001)
 
@@ -194,14 +194,14 @@ def test_write_ids_differ():
         ({"shard": Shard(0, 4, 0, 6)}, "address"),
     ],
 )
-def test_a_record_of_another_block_is_told(change, check):
+def test_a_record_of_another_block_is_refused(change, check):
     slot, area, _ = sealed()
     parts = {name: getattr(ADDRESS, name) for name in ("namespace", "signature", "parent", "group", "shard")}
     error = checked(slot, area, Address(**parts | change))
     assert (error.check, error.foreign) == (check, False)
 
 
-def test_parents_are_compared_only_where_both_sides_have_one():
+def test_parents_are_compared_only_if_both_are_known():
     without = Address(NAMESPACE, SIGNATURE, b"", 1, ADDRESS.shard)
     slot, area, _ = sealed()
     assert checked(slot, area, without) == PAYLOAD
@@ -209,7 +209,7 @@ def test_parents_are_compared_only_where_both_sides_have_one():
     assert checked(slot, area) == PAYLOAD
 
 
-def test_what_the_reader_expects_and_has():
+def test_the_reader_checks_its_expected_length_and_codecs():
     slot, area, _ = sealed(codec="zstd", decoded_bytes=5000)
     assert checked(slot, area, decoded_bytes=5000, codecs={"raw", "zstd"}) == PAYLOAD
     assert checked(slot, area, decoded_bytes=3000).check == "length"
@@ -239,13 +239,13 @@ def test_every_flipped_byte_of_the_payload_is_noticed():
         slot[at] ^= 0x55
 
 
-def test_what_lies_behind_the_used_length_does_not_matter():
+def test_bytes_behind_the_used_length_are_ignored():
     slot, area, used = sealed()
     slot[used:area] = b"\xff" * (area - used)
     assert checked(slot + b"behind", area) == PAYLOAD
 
 
-def test_truncated_anywhere_it_is_a_miss():
+def test_a_record_truncated_anywhere_is_refused():
     slot, area, used = sealed()
     for length in range(used):
         error = checked(slot[:length], length)
@@ -270,7 +270,7 @@ damage = st.lists(
 
 
 @given(damage, st.booleans())
-def test_damaged_in_any_way_it_is_the_payload_or_a_named_check(harm, mend):
+def test_a_corrupt_record_fails_a_named_check(harm, mend):
     """With `mend` the header's checksum is made right again, as by a program that writes nonsense."""
     slot, area, _ = sealed(fields={TOKEN_IDS: bytes(64)})
     for kind, at, what in harm:
@@ -295,12 +295,12 @@ def test_damaged_in_any_way_it_is_the_payload_or_a_named_check(harm, mend):
 
 @given(st.binary(max_size=300), st.binary(max_size=50))
 @example(b"KVCR\x01", b"")
-def test_any_bytes_at_all_are_borne(header, payload):
+def test_arbitrary_bytes_are_refused(header, payload):
     assert isinstance(checked(header + payload, len(header)), RecordError)
 
 
 @given(st.binary(max_size=120), st.integers(0, 2**64 - 1))
-def test_any_fields_under_a_right_checksum_are_borne(tagged, stored):
+def test_arbitrary_fields_with_a_valid_checksum_are_parsed(tagged, stored):
     fixed = bytearray(spec_reference.header(PAYLOAD, **_parts(), fields=[])[:128])
     fixed[88:96] = spec_reference.u64(stored)
     fixed[120:124] = spec_reference.u32(len(tagged))

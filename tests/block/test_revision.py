@@ -48,7 +48,7 @@ def expected(*files):
     return "sha256:" + spec_reference.sha(text).hex()
 
 
-def test_a_snapshot_of_the_hub_has_its_commit_and_digest(tmp_path):
+def test_a_hub_snapshot_is_named_by_commit_and_digest(tmp_path):
     snapshot = tmp_path / "models--a--b" / "snapshots" / COMMIT
     snapshot.mkdir(parents=True)
     weights = safetensors(snapshot / "model.safetensors", 100)
@@ -61,7 +61,7 @@ def test_a_snapshot_of_the_hub_has_its_commit_and_digest(tmp_path):
     assert model_revision(other) == f"{COMMIT[::-1]}+{expected(weights)}"
 
 
-def test_two_checkpoints_of_one_snapshot_are_apart(tmp_path):
+def test_two_checkpoints_of_one_snapshot_differ(tmp_path):
     snapshot = tmp_path / "snapshots" / COMMIT
     seen = set()
     for i, place in enumerate((snapshot, snapshot / "one", snapshot / "two")):
@@ -95,7 +95,7 @@ def written_anew(path, what):
         os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
 
 
-def test_the_digest_of_unchanged_files_is_remembered(tmp_path, settled, reads):
+def test_the_digest_of_unchanged_files_is_cached(tmp_path, settled, reads):
     safetensors(tmp_path / "model.safetensors", 100)
     reads.clear()
     first = model_revision(tmp_path)
@@ -124,14 +124,14 @@ def test_a_file_moved_over_another_is_read_again(tmp_path, settled):
     assert model_revision(path) != first
 
 
-def test_a_file_that_changed_just_now_is_not_remembered(tmp_path, reads):
+def test_a_recently_changed_file_is_not_cached(tmp_path, reads):
     path = safetensors(tmp_path / "model.safetensors", 100)
     reads.clear()
     assert model_revision(path) == model_revision(path)
     assert len(reads) == 2
 
 
-def test_a_file_that_changes_while_it_is_read_is_refused(tmp_path, monkeypatch):
+def test_a_file_changed_during_the_read_is_refused(tmp_path, monkeypatch):
     path, plain = tmp_path / "m.gguf", Path.open
     path.write_bytes(b"GGUF")
 
@@ -145,7 +145,7 @@ def test_a_file_that_changes_while_it_is_read_is_refused(tmp_path, monkeypatch):
         model_revision(path)
 
 
-def test_every_byte_is_read_where_that_is_asked(tmp_path):
+def test_a_full_digest_reads_every_byte(tmp_path):
     path = safetensors(tmp_path / "model.safetensors", 4 * SMALL)
     sampled, whole = model_revision(path), model_revision(path, read_every_byte=True)
     assert sampled != whole
@@ -163,7 +163,7 @@ def test_copies_in_other_folders_have_one_revision(tmp_path):
         )
 
 
-def test_a_loader_names_the_files_that_it_reads(tmp_path):
+def test_only_files_named_by_the_loader_are_read(tmp_path):
     for name in ("a.safetensors", "b.bin", "c.pt", "d.gguf"):
         if name.endswith("safetensors"):
             safetensors(tmp_path / name, 10)
@@ -177,7 +177,7 @@ def test_a_loader_names_the_files_that_it_reads(tmp_path):
         loader_kinds("tensorizer")
 
 
-def test_an_adapter_is_all_its_weights_and_its_settings(tmp_path):
+def test_an_adapter_revision_covers_weights_and_settings(tmp_path):
     with pytest.raises(ModelError, match="adapter's folder"):
         adapter_revision(tmp_path)
     weights = safetensors(tmp_path / "adapter_model.safetensors", 100)
@@ -208,7 +208,7 @@ def test_weights_of_a_snapshot_are_links_to_blobs(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["main", COMMIT[:39], COMMIT.upper(), COMMIT + "0"])
-def test_other_folders_are_no_commits(tmp_path, name):
+def test_a_folder_outside_the_hub_has_no_commit(tmp_path, name):
     folder = tmp_path / "snapshots" / name
     folder.mkdir(parents=True)
     weights = safetensors(folder / "model.safetensors", 100)
@@ -216,7 +216,7 @@ def test_other_folders_are_no_commits(tmp_path, name):
 
 
 @pytest.mark.parametrize("size", [0, 1, 100, SAMPLE_BYTES, SMALL - 500, SMALL, SMALL + 1, 3 * SMALL + 12345])
-def test_the_digest_is_that_of_the_page(tmp_path, size):
+def test_the_digest_equals_the_specification(tmp_path, size):
     second = safetensors(tmp_path / "b.safetensors", size)
     first = safetensors(tmp_path / "a.safetensors", 10)
     if size:
@@ -233,7 +233,7 @@ def test_gguf_and_bin_have_no_header(tmp_path):
     assert model_revision(tmp_path) == model_revision(tmp_path / "model.gguf") == expected(tmp_path / "model.gguf")
 
 
-def test_whatever_is_sampled_makes_another_revision(tmp_path):
+def test_a_change_in_a_sample_changes_the_revision(tmp_path):
     path = safetensors(tmp_path / "model.safetensors", 4 * SMALL)
     size = path.stat().st_size
     seen = {model_revision(path)}
@@ -327,19 +327,19 @@ def test_metadata_and_no_tensors_are_sound(tmp_path):
     assert model_revision(path) == expected(path)
 
 
-def test_nothing_there(tmp_path):
+def test_a_directory_without_weights_is_refused(tmp_path):
     with pytest.raises(ModelError, match="no weights"):
         model_revision(tmp_path)
     with pytest.raises(ModelError, match="not there"):
         model_revision(tmp_path / "nothing")
 
 
-def test_bytes_of_all_weights(tmp_path):
+def test_weight_bytes_sums_all_files(tmp_path):
     files = [safetensors(tmp_path / f"{i}.safetensors", 100 * i) for i in range(3)]
     assert weight_bytes(tmp_path) == sum(f.stat().st_size for f in files)
 
 
-def test_what_is_read_of_140_gb_is_bounded(tmp_path, monkeypatch):
+def test_a_140_gb_model_is_read_in_bounded_samples(tmp_path, monkeypatch):
     read = 0
     open_file = Path.open
 

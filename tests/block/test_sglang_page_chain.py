@@ -13,7 +13,7 @@ from kvcache.errors import TokenError
 
 
 @given(st.lists(st.integers(0, 2**32 - 1), max_size=40), st.integers(1, 9), st.binary(max_size=32))
-def test_a_page_is_named_by_all_before_it(tokens: list[int], size: int, seed: bytes) -> None:
+def test_a_page_digest_depends_on_all_earlier_pages(tokens: list[int], size: int, seed: bytes) -> None:
     expected, before = [], seed
     for at in range(0, len(tokens) - size + 1, size):
         before = sha256(before + b"".join(t.to_bytes(4, "little") for t in tokens[at : at + size])).digest()
@@ -21,6 +21,6 @@ def test_a_page_is_named_by_all_before_it(tokens: list[int], size: int, seed: by
     assert page_digests(tokens, size, seed) == expected
 
 
-def test_what_is_no_token_is_refused() -> None:
+def test_an_invalid_token_id_is_refused() -> None:
     with pytest.raises(TokenError):
         page_digests([-1], 1)

@@ -17,19 +17,19 @@ KEY = json.loads((generate.HERE / "key.json").read_text())
 RECORD = json.loads((generate.HERE / "record.json").read_text())
 
 
-def test_the_stored_vectors_are_those_of_the_second_implementation():
+def test_the_stored_vectors_equal_the_spec_reference():
     assert (generate.HERE / "key.json").read_text() == generate.text(generate.key_vectors())
     assert (generate.HERE / "record.json").read_text() == generate.text(generate.record_vectors())
     assert (generate.HERE / "redis.json").read_text() == generate.text(generate.redis_vectors())
 
 
 @pytest.mark.parametrize("row", KEY["encodings"], ids=lambda row: row["bytes"][:20])
-def test_encodings(row):
+def test_encodings_equal_the_vectors(row):
     assert encode(generate.untag(row["value"])).hex() == row["bytes"]
 
 
 @pytest.mark.parametrize("row", KEY["namespaces"], ids=lambda row: row["id"][:8])
-def test_namespaces(row):
+def test_namespace_ids_equal_the_vectors(row):
     fields = generate.untag(row["fields"])
     layout = fields.pop("layout")
     groups = tuple(Group(**group | {"order": tuple(group["order"])}) for group in layout["groups"])
@@ -38,7 +38,7 @@ def test_namespaces(row):
 
 
 @pytest.mark.parametrize("row", KEY["chains"])
-def test_chains(row):
+def test_chains_equal_the_vectors(row):
     chain = Chain(bytes.fromhex(row["namespace"]), row["block_tokens"])
     extras = [[(bytes.fromhex(name), bytes.fromhex(data)) for name, data in pairs] for pairs in row["extras"]]
     chain.extend(row["token_ids"], extras)
@@ -46,7 +46,7 @@ def test_chains(row):
 
 
 @pytest.mark.parametrize("row", KEY["digests"] + KEY["sglang"])
-def test_digests(row):
+def test_digest_chains_equal_the_vectors(row):
     chain = Chain.from_digests(bytes.fromhex(row["namespace"]), [bytes.fromhex(d) for d in row["digests"]], 16)
     assert [s.hex() for s in chain.signatures] == row["signatures"]
 
@@ -57,7 +57,7 @@ def address_of(row):
 
 
 @pytest.mark.parametrize("row", RECORD["sound"], ids=lambda row: row["name"])
-def test_sound_records(row):
+def test_valid_records_equal_the_vectors(row):
     payload = generate.pattern(**row["payload"])
     address, head = address_of(row["address"]), bytes.fromhex(row["header"])
     area = header_area(row["decoded_bytes"])
@@ -84,14 +84,14 @@ def test_sound_records(row):
 
 
 @pytest.mark.parametrize("row", RECORD["sound"], ids=lambda row: row["name"])
-def test_keyed_digests(row):
+def test_keyed_digests_equal_the_vectors(row):
     head, payload = bytes.fromhex(row["header"]), memoryview(generate.pattern(**row["payload"]))
     signer = RecordSigner([bytes.fromhex(RECORD["signing_key"])])
     assert signer.sign(head, read_header(head), [payload]).hex() == row["keyed_digest"]
 
 
 @pytest.mark.parametrize("row", RECORD["refused"], ids=lambda row: row["name"])
-def test_refused_records(row):
+def test_invalid_records_of_the_vectors_are_refused(row):
     expected = RECORD["expected"]
     with pytest.raises(RecordError) as caught:
         verify(
@@ -105,5 +105,5 @@ def test_refused_records(row):
 
 
 @pytest.mark.parametrize("row", RECORD["areas"])
-def test_areas(row):
+def test_header_areas_equal_the_vectors(row):
     assert header_area(row["payload_bytes"]) == row["header_bytes"]

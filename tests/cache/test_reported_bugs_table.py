@@ -24,7 +24,7 @@ ROWS: dict[str, tuple[str, ...]] = {
     "sixteen bits of an image's hash (3301, 4086)": (f"{HERE}::test_a_hundred_thousand_images_have_keys_of_their_own",),
     "a builtin hash, cut short": (
         f"{HERE}::test_ids_that_collide_in_a_builtin_hash_do_not_here",
-        "tests/block/test_vectors.py::test_chains",
+        "tests/block/test_vectors.py::test_chains_equal_the_vectors",
     ),
     "ranks packed into eight bits": (f"{HERE}::test_ranks_of_any_world_size_have_addresses_of_their_own",),
     "code taken from the network (5128)": ("tests/cache/test_reported_bugs_table.py::test_nothing_runs_what_it_reads",),

@@ -55,7 +55,7 @@ LAYOUTS = [
 @pytest.mark.parametrize(
     "layout", LAYOUTS, ids=lambda layout: f"{'-'.join(layout.groups[0].order)}-{layout.block_tokens}"
 )
-def test_each_group_has_its_own_bound_in_any_order_of_axes(name: str, layout: KVLayout) -> None:
+def test_each_group_keeps_its_bound_in_any_axis_order(name: str, layout: KVLayout) -> None:
     """Groups of very different sizes: an element measured by another group's scale would be far off."""
     group = layout.groups[0]
     rng = np.random.default_rng(1)
@@ -74,7 +74,7 @@ def test_each_group_has_its_own_bound_in_any_order_of_axes(name: str, layout: KV
 
 @codecs
 @dtypes
-def test_a_shard_is_encoded_by_itself(name: str, dtype: str) -> None:
+def test_a_shard_is_encoded_independently(name: str, dtype: str) -> None:
     layout = mha(dtype)
     for shard in (Shard(0, 1, 1, 3), Shard(1, 2, 0, 1)):
         before = noise(layout, 3, shard)
@@ -86,7 +86,7 @@ def test_a_shard_is_encoded_by_itself(name: str, dtype: str) -> None:
 @codecs
 @dtypes
 @given(data=st.data())
-def test_any_finite_numbers_stay_within_the_bound_or_are_left_alone(name: str, dtype: str, data: Any) -> None:
+def test_finite_payloads_stay_within_the_error_bound(name: str, dtype: str, data: Any) -> None:
     layout = KVLayout.mha(layers=1, kv_heads=1, head_dim=2, dtype=dtype, block_tokens=2)
     if data.draw(st.booleans()):
         words = data.draw(st.lists(st.integers(0, np.iinfo(WORDS[dtype]).max), min_size=8, max_size=8))
@@ -108,7 +108,7 @@ def test_any_finite_numbers_stay_within_the_bound_or_are_left_alone(name: str, d
 @codecs
 @dtypes
 @pytest.mark.parametrize("bad", [np.inf, -np.inf, np.nan], ids=str)
-def test_a_payload_with_a_number_that_is_none_is_left_alone(name: str, dtype: str, bad: float) -> None:
+def test_a_payload_with_nan_is_stored_raw(name: str, dtype: str, bad: float) -> None:
     values = np.ones(mha(dtype).shape())
     values[1, 1, 3, 2, 5] = bad
     assert through(name, payload(values, dtype), mha(dtype)) is None
@@ -140,7 +140,7 @@ def test_the_sign_of_zero_is_kept_by_fp8_alone(name: str) -> None:
 @codecs
 @dtypes
 @pytest.mark.parametrize("exponent", [-12, -3, 0, 7, 12])
-def test_scaling_by_a_power_of_two_changes_nothing_else(name: str, dtype: str, exponent: int) -> None:
+def test_scaling_by_a_power_of_two_scales_the_result(name: str, dtype: str, exponent: int) -> None:
     layout = mha(dtype)
     rng = np.random.default_rng(5)
     values = np.round(rng.uniform(-8, 8, layout.shape()), 0) + np.sign(rng.uniform(-1, 1, layout.shape())) * 0.5
@@ -154,7 +154,7 @@ def test_scaling_by_a_power_of_two_changes_nothing_else(name: str, dtype: str, e
 @codecs
 @dtypes
 @pytest.mark.parametrize("spread", [0.0, 1.0, 3.0])
-def test_what_passes_twice_loses_once(name: str, dtype: str, spread: float) -> None:
+def test_a_second_encoding_loses_nothing_more(name: str, dtype: str, spread: float) -> None:
     """A block may come up and go down again any number of times."""
     layout = mha(dtype)
     once = through(name, noise(layout, 9, spread=spread), layout)
@@ -168,7 +168,7 @@ def test_what_passes_twice_loses_once(name: str, dtype: str, spread: float) -> N
 
 
 @dtypes
-def test_bytes_are_as_the_page_says(dtype: str) -> None:
+def test_encoded_bytes_equal_the_specification(dtype: str) -> None:
     """Scales first, a float32 each by layer, K or V, head, token group; then a byte an element, in layout order."""
     layout = mha(dtype, order=("kv", "token", "layer", "dim", "head"), block_tokens=17)
     before = noise(layout, 8)
@@ -193,13 +193,13 @@ def test_bytes_are_as_the_page_says(dtype: str) -> None:
         assert numbers(after, dtype).reshape(layout.shape())[1, 16, 0, 3, 2] == float(expected)
 
 
-def test_what_an_e4m3_code_means_is_what_torch_says() -> None:
+def test_e4m3_codes_decode_as_in_torch() -> None:
     theirs = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float().numpy()
     assert np.array_equal(E4M3_VALUES, theirs, equal_nan=True)
     assert np.array_equal(np.signbit(E4M3_VALUES), np.signbit(theirs))
 
 
-def test_every_number_becomes_the_code_that_torch_gives_it() -> None:
+def test_numbers_encode_to_e4m3_as_in_torch() -> None:
     """All that bf16 and fp16 know, and the neighbours of every number halfway between two codes."""
     words = np.arange(1 << 16, dtype=np.uint16)
     middles = (E4M3_VALUES[:126] + E4M3_VALUES[1:127]) / 2

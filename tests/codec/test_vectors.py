@@ -31,14 +31,14 @@ def decoded(name: str, stored: bytes) -> bytes:
     return bytes(into)
 
 
-def test_the_payload_is_the_one_described() -> None:
+def test_the_payload_equals_its_description() -> None:
     values = np.zeros(LAYOUT.shape())
     values[0, 0, :, 0] = [[1, -2, 0.5, 0], [3, -0.0078125, 0.0001, -0.0]]
     assert bytes(payload(values, "bf16")) == vector("payload")
 
 
 @pytest.mark.parametrize("name", ["fp8", "int8"])
-def test_a_writer_makes_these_bytes_and_a_reader_those(name: str) -> None:
+def test_encoding_and_decoding_equal_the_vectors(name: str) -> None:
     made = codec(name).encode(memoryview(vector("payload")), LAYOUT, 0, WHOLE)
     assert made is not None
     assert bytes(made) == vector(name)

@@ -30,7 +30,7 @@ def through(before: bytes, layout: KVLayout) -> bytes:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @given(data=st.data())
-def test_any_bytes_come_back(dtype: str, data: Any) -> None:
+def test_any_bytes_are_decoded_unchanged(dtype: str, data: Any) -> None:
     layout = KVLayout.mha(layers=1, kv_heads=1, head_dim=2, dtype=dtype, block_tokens=3)
     size = layout.block_bytes()
     before = data.draw(st.binary(min_size=size, max_size=size))
@@ -38,7 +38,7 @@ def test_any_bytes_come_back(dtype: str, data: Any) -> None:
 
 
 @pytest.mark.parametrize("size", [1, 3, 4096, 99_999, 1 << 20])
-def test_opaque_bytes_of_any_number_come_back(size: int) -> None:
+def test_opaque_payloads_of_any_size_are_decoded_unchanged(size: int) -> None:
     layout = KVLayout((Group(layers=1, kind="opaque", opaque_bytes=size),))
     before = np.random.default_rng(size).integers(0, 256, size, np.uint8).tobytes()
     assert through(before, layout) == before
@@ -53,7 +53,7 @@ def test_numbers_take_less_room(layout: KVLayout) -> None:
     assert len(stored) < 0.9 * len(before)
 
 
-def test_each_plane_is_a_frame_with_its_length_first() -> None:
+def test_each_plane_is_a_length_prefixed_frame() -> None:
     from kvcache.codec.zstd import library
 
     layout = mha("fp32")
@@ -68,7 +68,7 @@ def test_each_plane_is_a_frame_with_its_length_first() -> None:
     assert at == len(stored)
 
 
-def test_what_is_no_payload_is_refused() -> None:
+def test_invalid_frames_are_refused() -> None:
     from kvcache.codec.zstd import library
 
     layout, made = mha("bf16"), codec("zstd")
@@ -98,7 +98,7 @@ def test_what_is_no_payload_is_refused() -> None:
         made.decode(good[:7], memoryview(bytearray(size)), layout, 0, whole)
 
 
-def test_without_its_library_it_is_refused_by_name_and_others_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_zstd_library_disables_only_zstd(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in ("compression", "compression.zstd", "backports", "backports.zstd"):
         monkeypatch.setitem(sys.modules, module, None)
     with pytest.raises(kvcache.ConfigError, match=r"codec = 'zstd'.*pip install 'kvcache-tiers\[zstd\]'"):

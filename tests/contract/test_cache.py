@@ -16,7 +16,7 @@ from kvcache.tier.tier import Outcome
 from tests.contract.fake_engine import FULL, HYBRID, Engine, bind, store
 
 
-def test_what_was_stored_comes_back_bit_for_bit(cache: Any) -> None:
+def test_stored_blocks_load_bit_for_bit(cache: Any) -> None:
     bound, engine = bind(cache), Engine(FULL)
     tokens = list(range(22))  # five blocks and a half
     engine.fill(1, [3, 9, 4, 30, 7])
@@ -37,7 +37,7 @@ def test_what_was_stored_comes_back_bit_for_bit(cache: Any) -> None:
     assert np.isnan(engine.memory[0][0][:, 3]).all(), "a page that was not named was written"
 
 
-def test_what_computing_takes_decides_only_how_much_is_found(cache: Any) -> None:
+def test_compute_times_only_change_the_hit_length(cache: Any) -> None:
     bound, engine = bind(cache), Engine(FULL)
     tokens = list(range(22))
     engine.fill(1, [0, 1, 2, 3, 4])
@@ -55,7 +55,7 @@ def test_what_computing_takes_decides_only_how_much_is_found(cache: Any) -> None
             assert [engine.block(p) for p in range(transfer.blocks)] == expected[: transfer.blocks]
 
 
-def test_a_prefix_is_found_as_far_as_it_agrees(cache: Any) -> None:
+def test_match_ends_at_the_first_different_block(cache: Any) -> None:
     bound, engine = bind(cache), Engine(FULL)
     tokens = list(range(20))
     store(bound, engine, tokens, [0, 1, 2, 3, 4])
@@ -72,7 +72,7 @@ def test_a_prefix_is_found_as_far_as_it_agrees(cache: Any) -> None:
         assert r.match([*tokens, 1, 2, 3, 4]).blocks == 5
 
 
-def test_asking_changes_nothing(cache: Any) -> None:
+def test_match_changes_no_state(cache: Any) -> None:
     bound = bind(cache)
     before = cache.stats()
     for _ in range(3):
@@ -103,7 +103,7 @@ def test_only_new_blocks_are_stored_behind_a_loaded_prefix(cache: Any) -> None:
     assert [engine.block(16), engine.block(17)] == expected[6:]
 
 
-def test_tokens_may_come_in_any_integer_form(cache: Any) -> None:
+def test_tokens_of_any_integer_type_are_accepted(cache: Any) -> None:
     bound, engine = bind(cache), Engine(FULL)
     tokens = list(range(100, 116))
     store(bound, engine, tokens, [0, 1, 2, 3])
@@ -194,7 +194,7 @@ def test_namespaces_share_nothing(cache: Any, fields: dict[str, Any]) -> None:
     assert (engine.memory[0][0][:, 5:9] == 0).all()
 
 
-def test_each_group_needs_what_its_rule_says(cache: Any) -> None:
+def test_each_groups_rule_decides_the_blocks_it_needs(cache: Any) -> None:
     bound, engine = bind(cache, HYBRID), Engine(HYBRID)
     tokens = list(range(24))
     ids = list(range(6))
@@ -214,7 +214,7 @@ def test_each_group_needs_what_its_rule_says(cache: Any) -> None:
     assert np.isnan(engine.memory[2][0][:, 14]).all(), "a state that the prefix does not need was loaded"
 
 
-def test_what_is_not_there_is_a_miss_and_ends_the_prefix(cache: Any) -> None:
+def test_a_missing_block_ends_the_prefix(cache: Any) -> None:
     bound, engine = bind(cache), Engine(FULL)
     store(bound, engine, list(range(8)), [0, 1])
     with bound.request() as r:
@@ -250,7 +250,7 @@ def test_misuse_is_refused_and_changes_nothing(cache: Any) -> None:
         assert r.match().blocks == 0
 
 
-def test_two_that_store_the_same_keep_one_copy(cache: Any) -> None:
+def test_two_stores_of_one_block_keep_one_copy(cache: Any) -> None:
     bound, engine = bind(cache), Engine(FULL)
     tokens = list(range(32))
     engine.fill(4, list(range(8)))
@@ -262,7 +262,7 @@ def test_two_that_store_the_same_keep_one_copy(cache: Any) -> None:
     assert cache.stats()["tiers"]["host"]["records"] == 8
 
 
-def test_many_threads_each_find_their_own(cache: Any) -> None:
+def test_threads_load_their_own_blocks(cache: Any) -> None:
     bound = bind(cache)
     faults: list[str] = []
 
@@ -291,7 +291,7 @@ def test_many_threads_each_find_their_own(cache: Any) -> None:
     assert faults == []
 
 
-def test_one_namespace_is_forgotten(cache: Any) -> None:
+def test_clear_removes_one_namespace(cache: Any) -> None:
     engine, tokens = Engine(FULL), list(range(16))
     mine, other = bind(cache), bind(cache, model="other")
     for bound in (mine, other):
@@ -305,7 +305,7 @@ def test_one_namespace_is_forgotten(cache: Any) -> None:
     assert store(mine, engine, tokens, [0, 1, 2, 3]).blocks == 4
 
 
-def test_a_request_left_by_an_error_gives_everything_back(cache: Any) -> None:
+def test_a_request_closed_by_an_error_releases_its_holds(cache: Any) -> None:
     bound, engine = bind(cache), Engine(FULL)
     tokens = list(range(16))
     store(bound, engine, tokens, [0, 1, 2, 3])
@@ -335,7 +335,7 @@ def test_implementations_have_the_face() -> None:
     assert {name for name in vars(kvcache.KVCache) if not name.startswith("_")} <= set(dir(faces[0]))
 
 
-def test_a_chain_is_told_in_order_with_its_parent(cache: Any) -> None:
+def test_events_name_a_chain_in_order_with_its_parent(cache: Any) -> None:
     if not isinstance(cache, SupportsKVEvents):
         pytest.skip("this one tells nothing")
     bound, other, engine = bind(cache), bind(cache, model="other"), Engine(FULL)

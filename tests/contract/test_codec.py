@@ -15,10 +15,10 @@ class TestCodec(CodecContract):
         return codec(request.param)
 
 
-def test_each_is_found_by_its_name() -> None:
+def test_each_codec_is_found_by_name() -> None:
     assert all(codec(name).name == name for name in CODECS)
 
 
-def test_a_codec_that_is_not_there_is_refused() -> None:
+def test_an_unknown_codec_is_refused() -> None:
     with pytest.raises(kvcache.ConfigError, match="'kivi': no such codec; there is raw"):
         codec("kivi")

@@ -33,7 +33,7 @@ def rank_pages(rank: int, pages: int = 16) -> tuple[list[Any], list[GroupPages]]
     ]
 
 
-def test_a_block_counts_where_every_rank_has_its_shard(cache: Any) -> None:
+def test_a_block_is_a_hit_only_if_all_ranks_have_it(cache: Any) -> None:
     scheduler = bind(cache, TWO, ranks=HALVES)
     ranks = [bind(cache, TWO, shards=held) for held in HALVES]
     tokens = list(range(12))
@@ -63,7 +63,7 @@ def test_a_block_counts_where_every_rank_has_its_shard(cache: Any) -> None:
             assert (memory[rank][1][:, 8:10] == before[rank][1][:, :2]).all()
 
 
-def test_a_request_is_joined_by_its_id_while_it_is_open(cache: Any) -> None:
+def test_ranks_join_an_open_request_by_its_id(cache: Any) -> None:
     bound, engine = bind(cache), Engine(FULL)
     with pytest.raises(kvcache.RequestError):
         bound.join("a")

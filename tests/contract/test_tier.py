@@ -23,7 +23,7 @@ class TestTier(TierContract):
         assert bench.tier.check() == []
         bench.tier.close()
 
-    def test_what_it_counts_of_each_namespace_is_what_is_in_it(self, tier: Tier) -> None:
+    def test_usage_by_namespace_equals_the_contents(self, tier: Tier) -> None:
         one, other = chain(5), [replace(address, namespace=namespace(7)) for address in chain(3, seed=1)]
         write(tier, [*one, *other])
         tier.remove(one[4:])
@@ -36,7 +36,7 @@ class TestTier(TierContract):
         assert len({size // records for records, size in counted.values()}) == 1
 
 
-def test_nothing_but_our_errors(tmp_path: Path) -> None:
+def test_an_unusable_path_raises_a_kvcache_error(tmp_path: Path) -> None:
     """A place that is none: one line that says what to do."""
     (tmp_path / "nvme").write_text("a file")
     with pytest.raises(KVCacheError, match="directory"):

@@ -57,9 +57,7 @@ class TestSeaweedFS(TierContract):
         finally:
             tier.close()
 
-    def test_large_ones_that_several_write_at_once_lie_there_once(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_concurrent_multipart_writes_leave_one_copy(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         """Each goes in parts to a place of its own, and one of them to where all look for it."""
         monkeypatch.setattr("kvcache.tier.object.store.MULTIPART_BYTES", 6 << 20)
         given: dict[str, Any] = {**self.settings(tmp_path), "pack_bytes": 5 << 20, "timeout_s": 60}
@@ -98,7 +96,7 @@ class TestAzure(TestSeaweedFS):
         """Credentials that do not fit."""
         return azure_server.credentials(path, b"another key")
 
-    def test_two_that_write_the_same_at_once_leave_one_copy(self, tmp_path: Path) -> None:
+    def test_concurrent_writes_leave_one_copy(self, tmp_path: Path) -> None:
         tiers, blocks, start = [self.make(tmp_path, 0, OsEnv()) for _ in range(3)], chain(20), threading.Barrier(3)
 
         def store(tier: Tier) -> tuple[Outcome, ...]:
@@ -114,7 +112,7 @@ class TestAzure(TestSeaweedFS):
             for tier in tiers:
                 tier.close()
 
-    def test_whom_the_store_does_not_know_it_tells_nothing(self, tmp_path: Path) -> None:
+    def test_invalid_credentials_fail_and_change_nothing(self, tmp_path: Path) -> None:
         known = self.make(tmp_path, 0, OsEnv())
         given: dict[str, Any] = {**self.settings(tmp_path), "credentials_file": self.stranger(tmp_path)}
         stranger, blocks = ObjectTier(ObjectSettings(**given, timeout_s=60)), chain(3)

@@ -220,7 +220,7 @@ def core(request: pytest.FixtureRequest) -> Any:
     max_examples=5,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.filter_too_much],
 )
-def test_values_are_those_of_a_model_that_knows_every_block(core: Any, paths: list[Any], room: int) -> None:
+def test_values_equal_a_per_block_model(core: Any, paths: list[Any], room: int) -> None:
     """Of few requests: later the index rounds the ages of those that wait to spans."""
     served = Served(core)
     for path in paths:
@@ -233,9 +233,7 @@ def test_values_are_those_of_a_model_that_knows_every_block(core: Any, paths: li
 
 @given(paths=requests, room=st.integers(1, 20), seed=st.randoms(use_true_random=False))
 @settings(deadline=None, max_examples=8, suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_in_a_long_life_the_same_blocks_leave_and_the_same_is_counted(
-    core: Any, paths: list[Any], room: int, seed: Any
-) -> None:
+def test_long_runs_evict_the_same_blocks_as_the_model(core: Any, paths: list[Any], room: int, seed: Any) -> None:
     served = Served(core)
     for path in [*paths, *(seed.choice(paths) for _ in range(50))]:
         _, taken, modelled = served.serve(path, room)

@@ -25,13 +25,13 @@ def test_a_policy_ranks_every_class_and_age(make: type[Policy]) -> None:
 
 
 @pytest.mark.parametrize("make", POLICIES)
-def test_before_anything_was_seen_the_newer_is_worth_more(make: type[Policy]) -> None:
+def test_without_evidence_newer_blocks_are_worth_more(make: type[Policy]) -> None:
     values = make().values(Evidence.none(make()))
     assert (np.diff(values[0]) < 0).all()
 
 
 @given(st.integers(0, 1 << 40), st.integers(0, 1 << 40))
-def test_an_older_block_stands_in_no_younger_bin(one: int, other: int) -> None:
+def test_older_blocks_are_never_in_younger_age_bins(one: int, other: int) -> None:
     assert age_bin(min(one, other)) <= age_bin(max(one, other))
     assert 0 <= age_bin(one) < AGE_BINS
 
@@ -41,7 +41,7 @@ def test_bins_are_five_an_octave_and_the_last_is_open() -> None:
     assert age_bin(1 << 60) == AGE_BINS - 1
 
 
-def test_what_came_back_soon_is_worth_more_than_what_came_back_late_where_that_was_so() -> None:
+def test_blocks_reused_soon_are_worth_more() -> None:
     """Of blocks used once again: those after a short while always came back within ten requests, the others never."""
     policy = Hazard()
     evidence = Evidence.none(policy)
@@ -53,7 +53,7 @@ def test_what_came_back_soon_is_worth_more_than_what_came_back_late_where_that_w
     assert values[soon, age_bin(4)] > 10 * values[late, age_bin(4)]
 
 
-def test_a_rate_is_the_best_over_all_ends() -> None:
+def test_a_rate_is_the_gittins_index_of_its_curve() -> None:
     """The index of Gittins against its definition, on curves of any form."""
     chance = np.random.default_rng(5).beta(0.2, 2, (4, len(hazard._REACHABLE_BINS)))
     found = hazard.gittins_index(chance)

@@ -31,7 +31,7 @@ def test_the_data_are_of_the_policy_s_classes() -> None:
     assert (prior.reused <= prior.risk + 1e-6).all()
 
 
-def test_the_file_has_one_row_a_line() -> None:
+def test_the_prior_file_has_one_row_per_line() -> None:
     told, lines = (
         json.loads(PRIOR_FILE.read_text(encoding="utf-8")),
         PRIOR_FILE.read_text(encoding="utf-8").splitlines(),
@@ -41,7 +41,7 @@ def test_the_file_has_one_row_a_line() -> None:
     assert [json.loads(line) for line in found] == rows
 
 
-def test_within_a_class_the_chance_of_a_request_does_not_grow_with_age() -> None:
+def test_reuse_chance_never_grows_with_age() -> None:
     prior, widths = load_prior(Hazard()), np.diff(AGE_EDGES, append=2 * AGE_EDGES[-1])
     for reused, risk in zip(prior.reused, prior.risk, strict=True):
         seen = (risk > 1e-3) & (widths > 0)  # counts are rounded to millionths
@@ -57,7 +57,7 @@ def test_a_policy_of_other_classes_begins_without() -> None:
     assert np.isfinite(Coarse().values(Evidence.none(Coarse()))).all()
 
 
-def test_it_is_gone_when_enough_was_seen() -> None:
+def test_the_prior_fades_with_observed_blocks() -> None:
     prior = load_prior(Hazard())
     assert (
         prior.weight(0)
@@ -68,7 +68,7 @@ def test_it_is_gone_when_enough_was_seen() -> None:
     )
 
 
-def test_while_nothing_was_seen_everybody_makes_room_for_what_is_new() -> None:
+def test_without_evidence_new_blocks_are_worth_most() -> None:
     values = Hazard().values(Evidence.none(Hazard()))
     assert (values[:, 0] >= values[:, 1:].max()).all()
 
@@ -83,7 +83,7 @@ def made() -> Iterator[Any]:
 
 
 @pytest.mark.skipif(not (DATA / "traces").exists(), reason="the traces are not shipped")
-def test_nowhere_is_it_further_behind_lru_than_the_page_tells(made: Any, request: pytest.FixtureRequest) -> None:
+def test_hazard_is_behind_lru_at_most_as_documented(made: Any, request: pytest.FixtureRequest) -> None:
     """On the halves that had no part in the prior; the agents', which take minutes, where all is asked for."""
     told = of_the_page()
     played: list[tuple[str, Trace]] = list(islice(made.reported_on(DATA), None if _long(request) else 2))
@@ -108,7 +108,7 @@ def _long(request: pytest.FixtureRequest) -> bool:
 
 @pytest.mark.skipif(not TEXT.exists(), reason="the coding agents' log is not shipped")
 @pytest.mark.parametrize("share", [0.02, 0.05, 0.1, 0.2])
-def test_sessions_that_come_one_at_a_time_find_what_lru_finds_from_the_first_request_on(share: float) -> None:
+def test_single_sessions_hit_as_often_as_under_lru(share: float) -> None:
     """LRU is the best there is for these; they had no part in the data."""
     trace = read_trace(TEXT, "text")
     capacity = round(share * trace.unique)

@@ -30,7 +30,7 @@ def ring(kept: int = 1 << 18) -> KVEvents:
     return KVEvents(TurnedClock(), kept)
 
 
-def test_nothing_is_kept_before_somebody_asks() -> None:
+def test_no_events_are_kept_before_the_first_subscriber() -> None:
     changes = ring()
     assert not changes.on
     begun = changes.since(None, [])
@@ -42,7 +42,7 @@ def test_nothing_is_kept_before_somebody_asks() -> None:
 
 
 @given(st.lists(st.sampled_from([ONE, OTHER]), max_size=40), st.integers(1, 7))
-def test_a_follower_hears_each_change_of_its_own_once_and_in_order(owners: list[bytes], every: int) -> None:
+def test_a_subscriber_gets_each_event_once_in_order(owners: list[bytes], every: int) -> None:
     changes = ring()
     told = changes.since(None, [])
     heard: list[Any] = []
@@ -56,7 +56,7 @@ def test_a_follower_hears_each_change_of_its_own_once_and_in_order(owners: list[
     assert heard == [change(i, owner) for i, owner in enumerate(owners) if owner == ONE]
 
 
-def test_what_is_not_kept_any_more_is_said() -> None:
+def test_lost_events_are_reported() -> None:
     changes = ring(kept=3)
     begun = changes.since(None, [])
     for i in range(5):
@@ -67,7 +67,7 @@ def test_what_is_not_kept_any_more_is_said() -> None:
     assert not changes.since(told.next, [ONE]).lost
 
 
-def test_another_process_is_not_taken_for_this_one() -> None:
+def test_a_cursor_of_an_earlier_process_reports_loss() -> None:
     clock = TurnedClock()
     old = KVEvents(clock)
     number = old.since(None, []).next
@@ -104,9 +104,7 @@ def owner(namespace: bytes) -> str:
     st.integers(1, 7),
     st.integers(1, 40),
 )
-def test_a_tenant_s_numbers_are_those_of_its_own_changes(
-    given_: list[tuple[bytes, int]], every: int, kept: int
-) -> None:
+def test_a_tenants_sequence_counts_only_its_events(given_: list[tuple[bytes, int]], every: int, kept: int) -> None:
     """As if no other tenant was there; and one that has no more than half loses nothing to another."""
     both, alone = ring(kept), ring(1 << 20)
     both.tenant = alone.tenant = owner

@@ -67,7 +67,7 @@ def restarted(index: Any, other: Any, trace: Trace, most: int = 1 << 20) -> None
 @pytest.mark.parametrize("make", [Hazard, LRU])
 @pytest.mark.parametrize("kind", CORES)
 @pytest.mark.parametrize("other", CORES)
-def test_blocks_and_ghosts_go_on_as_they_were(make: type[Policy], kind: str, other: str) -> None:
+def test_restored_blocks_and_ghosts_keep_their_state(make: type[Policy], kind: str, other: str) -> None:
     policy, trace = make(), traffic(5, 300)
     index, again = core(kind, policy), core(other, policy)
     live(index, policy, trace, 40, 0, 300)
@@ -87,7 +87,7 @@ def test_blocks_and_ghosts_go_on_as_they_were(make: type[Policy], kind: str, oth
 
 
 @pytest.mark.parametrize("kind", CORES)
-def test_what_does_not_fit_is_the_oldest_ghosts(kind: str) -> None:
+def test_the_oldest_ghosts_are_dropped_if_space_is_short(kind: str) -> None:
     policy, trace = Hazard(), traffic(6, 300)
     index = core(kind, policy)
     live(index, policy, trace, 10, 0, 300)
@@ -110,7 +110,7 @@ def strangers(count: int) -> bytes:
 
 @pytest.mark.parametrize("make", [Hazard, LRU])
 @pytest.mark.parametrize("kind", CORES)
-def test_no_request_forgets_many_of_those_there_is_no_room_for(make: type[Policy], kind: str) -> None:
+def test_a_request_drops_a_bounded_number_of_ghosts(make: type[Policy], kind: str) -> None:
     policy, count = make(), 20 * MAX_FORGOTTEN_PER_TICK + 1
     index = core(kind, policy)
     index.import_state(strangers(count))
@@ -129,7 +129,7 @@ def test_no_request_forgets_many_of_those_there_is_no_room_for(make: type[Policy
 
 @pytest.mark.parametrize("make", [Hazard, LRU])
 @pytest.mark.parametrize("kind", CORES)
-def test_some_requests_later_there_are_no_more_ghosts_than_there_is_room_for(make: type[Policy], kind: str) -> None:
+def test_surplus_ghosts_are_dropped_over_some_requests(make: type[Policy], kind: str) -> None:
     policy, count = make(), 10 * MAX_FORGOTTEN_PER_TICK
     index = core(kind, policy)
     index.import_state(strangers(count))
@@ -159,7 +159,7 @@ def test_both_cores_keep_the_same_rows() -> None:
 
 
 @pytest.mark.parametrize("kind", CORES)
-def test_what_is_no_use_is_refused_and_changes_nothing(kind: str) -> None:
+def test_invalid_state_is_refused_and_changes_nothing(kind: str) -> None:
     policy, trace = Hazard(), traffic(7, 50)
     index = core(kind, policy)
     for told in (
@@ -182,7 +182,7 @@ def test_what_is_no_use_is_refused_and_changes_nothing(kind: str) -> None:
 @pytest.mark.skipif(not TRACE.exists(), reason="the traces are not shipped")
 @pytest.mark.skipif(not native.built, reason="without the compiled core it takes minutes")
 @pytest.mark.parametrize("percent", [1, 5, 20])
-def test_a_restart_in_the_middle_of_a_trace_costs_next_to_no_hits(percent: int) -> None:
+def test_a_restart_in_a_trace_costs_few_hits(percent: int) -> None:
     trace = read_trace(TRACE, "mooncake").part(0, 4000)
     policy, capacity, middle = Hazard(), trace.unique * percent // 100, 2000
     whole = simulate(trace, policy, capacity).hits[middle:].sum()

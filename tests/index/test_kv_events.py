@@ -23,7 +23,7 @@ def played(changes: Any, there: dict[str, set[tuple[int, bytes]]]) -> None:
 
 @pytest.mark.parametrize("layout", [FULL, HYBRID], ids=["full", "hybrid"])
 @pytest.mark.parametrize("seed", range(4))
-def test_played_again_it_is_what_is_there(tmp_path: Path, layout: Any, seed: int) -> None:
+def test_replayed_events_give_the_tiers_contents(tmp_path: Path, layout: Any, seed: int) -> None:
     rng, engine = random.Random(seed), Engine(layout)
     with kvcache.open(
         host={"capacity_bytes": MiB, "slab_bytes": MiB // 4},

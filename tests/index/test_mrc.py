@@ -70,7 +70,7 @@ def rates(told: dict[str, Any], tier: str = "host") -> list[float]:
 
 @pytest.mark.parametrize("policy", sorted(POLICIES))
 @pytest.mark.parametrize("seed", [1, 2])
-def test_a_cache_tells_what_the_simulator_finds(policy: str, seed: int) -> None:
+def test_the_curve_equals_the_simulator(policy: str, seed: int) -> None:
     trace = traffic(seed, 500)
     told = live(trace, 64, policy)
     assert told["requests"] == sum(len(chain) > 0 for chain in trace)
@@ -110,7 +110,7 @@ def of_trace(trace: Trace, room: int, policy: str, samples: int, block_bytes: in
 
 
 @pytest.mark.parametrize("policy", sorted(POLICIES))
-def test_a_sample_of_a_large_cache_tells_it_within_two_points(policy: str) -> None:
+def test_a_sampled_curve_is_within_two_points(policy: str) -> None:
     trace, room = traffic(7, 3000, heads=200, longest=30), 4000
     told = of_trace(trace, room, policy, samples=1024)
     tier = told["tiers"]["host"]
@@ -131,7 +131,7 @@ def test_real_traffic_within_two_points(file: str, share: float) -> None:
     assert max(abs(a - b) for a, b in zip(rates(told), expected(trace, room, "hazard"), strict=True)) <= POINTS
 
 
-def test_it_is_told_by_tenant_agent_and_namespace() -> None:
+def test_the_curve_is_split_by_tenant_agent_and_namespace() -> None:
     trace = traffic(3, 300)
 
     def who(i: int) -> dict[str, Any]:
@@ -149,7 +149,7 @@ def test_it_is_told_by_tenant_agent_and_namespace() -> None:
         assert abs(found - asked * rates(told)[2]) < 2
 
 
-def test_names_are_bounded_and_what_waits_is_bounded() -> None:
+def test_labels_and_pending_requests_are_bounded() -> None:
     index = Index(["host"], POLICIES["lru"]())
     calls: list[Any] = []
     curve = MissRatioCurve({"host": 1 << 30}, index.policy, index.values, calls.append, samples=16)
@@ -184,7 +184,7 @@ def test_blocks_of_two_sizes_stand_for_their_bytes() -> None:
         assert found[3] == found[4] > 0.75
 
 
-def test_a_cache_may_be_told_not_to() -> None:
+def test_zero_samples_disable_the_curve() -> None:
     told = live(traffic(1, 20), 64, "lru", mrc_samples=1)
     assert told["tiers"]
     settings = load(environ={}, host={"capacity_bytes": "1MiB"}, nvme={"enabled": False}, evict={"mrc_samples": 0})
@@ -193,7 +193,7 @@ def test_a_cache_may_be_told_not_to() -> None:
         assert cache.stats()["curve"] == {}
 
 
-def test_a_tier_that_takes_all_is_played_so_and_each_tier_has_its_own(tmp_path: Path) -> None:
+def test_each_tier_has_its_own_curve(tmp_path: Path) -> None:
     nvme = {"path": tmp_path, "capacity_bytes": "4MiB", "segment_bytes": "256KiB", "min_free_bytes": 0}
     settings = load(environ={}, host={"capacity_bytes": "1MiB"}, nvme=nvme)
     with Cache(settings, OsEnv(executor=lambda threads, name: InlineExecutor())) as cache:

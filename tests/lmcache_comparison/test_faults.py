@@ -42,9 +42,7 @@ class Liar:
         pass
 
 
-def test_we_answer_right_or_not_at_all_and_a_liar_is_called_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_wrong_answers_of_a_worker_are_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fault_runs, "_may_mount", lambda: True)
 
     def start(name: str, words: Any) -> Any:
@@ -74,10 +72,10 @@ def test_we_answer_right_or_not_at_all_and_a_liar_is_called_one(
         (Answer(1024, failed="raises KeyError"), "raises KeyError"),
     ],
 )
-def test_an_answer_in_words(answer: Answer, said: str) -> None:
+def test_an_answer_is_described_in_words(answer: Answer, said: str) -> None:
     assert str(answer) == said
 
 
-def test_what_cannot_be_tried_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_fault_that_cannot_be_made_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fault_runs, "_may_mount", lambda: False)
     assert fault_runs._full(lambda *words: None, tmp_path).failed.startswith("not tried")

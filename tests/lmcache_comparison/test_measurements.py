@@ -95,7 +95,7 @@ def measure(ours: Any, theirs: Any, directory: Path) -> Sequence[measurements.Me
     ]
 
 
-def test_twice_as_fast_is_two_in_every_row(tmp_path: Path) -> None:
+def test_a_worker_twice_as_fast_has_ratio_two_in_all_rows(tmp_path: Path) -> None:
     asked: list[tuple[str, str]] = []
     found = {f.id: f for f in measure(Fixed("ours", 0.001, asked), Fixed("theirs", 0.002, asked), tmp_path)}
     assert list(found) == ROWS
@@ -111,7 +111,7 @@ def test_twice_as_fast_is_two_in_every_row(tmp_path: Path) -> None:
     assert rows["disk/store/direct"].value == pytest.approx(rate / 4)
 
 
-def test_either_side_is_first_as_often(tmp_path: Path) -> None:
+def test_workers_alternate_in_asking_order(tmp_path: Path) -> None:
     asked: list[tuple[str, str]] = []
     list(measure_host(Alternation(Fixed("ours", 1, asked), Fixed("theirs", 1, asked)), SIZES))
     pairs = list(zip(asked[::2], asked[1::2], strict=True))
@@ -122,14 +122,14 @@ def test_either_side_is_first_as_often(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("instead", [{"hits": 48}, {"wrong": 1}, {"near": 16}])
 @pytest.mark.parametrize("who", ["ours", "theirs"])
-def test_a_figure_of_a_wrong_answer_is_no_figure(who: str, instead: dict[str, int]) -> None:
+def test_a_wrong_answer_ends_the_measurement(who: str, instead: dict[str, int]) -> None:
     sides = [Fixed(name, 1, [], **(instead if name == who else {})) for name in ("ours", "theirs")]
     with pytest.raises(WrongResult, match=who):
         list(measure_host(Alternation(*sides), SIZES))
 
 
 @pytest.mark.skipif(bool(MISSING), reason=MISSING)
-def test_our_side_does_it_through_a_server(tmp_path: Path) -> None:
+def test_the_kvcache_worker_measures_redis(tmp_path: Path) -> None:
     found = []
     for measured in (measure_redis, measure_redis_lookup):
         turns = Alternation(InProcess(), Fixed("theirs", 0.001, []))
@@ -139,7 +139,7 @@ def test_our_side_does_it_through_a_server(tmp_path: Path) -> None:
     assert all(figure.row.value > 0 for figure in found)
 
 
-def test_our_side_does_all_of_it(tmp_path: Path) -> None:
+def test_the_kvcache_worker_measures_every_row(tmp_path: Path) -> None:
     """With no retrieval that is not a whole hit of the right bytes, from where it should come."""
     found = measure(InProcess(), Fixed("theirs", 0.001, []), tmp_path)
     assert [figure.id for figure in found] == ROWS

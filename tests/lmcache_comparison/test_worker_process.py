@@ -18,20 +18,20 @@ def side(tmp_path: Path) -> Iterator[WorkerProcess]:
         yield made
 
 
-def test_answers_are_not_mixed_with_what_libraries_print(side: WorkerProcess, tmp_path: Path) -> None:
+def test_library_output_does_not_mix_with_answers(side: WorkerProcess, tmp_path: Path) -> None:
     assert side.ask("name") == "stub"
     assert side.ask("double", number=1.5) == 3.0
     side.close()
     assert "libraries print what they like" in (tmp_path / "log").read_text()
 
 
-def test_an_error_is_told_and_the_next_question_answered(side: WorkerProcess) -> None:
+def test_a_worker_answers_after_an_error(side: WorkerProcess) -> None:
     with pytest.raises(RuntimeError, match="fail: ValueError: no such thing"):
         side.ask("fail")
     assert side.ask("double", number=2) == 4
 
 
-def test_a_process_that_ends_is_lost(side: WorkerProcess) -> None:
+def test_an_ended_process_is_reported_as_lost(side: WorkerProcess) -> None:
     with pytest.raises(WorkerLostError) as raised:
         side.ask("leave")
     assert raised.value.what == "the process ended"
@@ -39,7 +39,7 @@ def test_a_process_that_ends_is_lost(side: WorkerProcess) -> None:
         side.ask("name")
 
 
-def test_a_process_that_does_not_answer_is_lost_and_ended(tmp_path: Path) -> None:
+def test_a_silent_process_is_killed_and_reported_as_lost(tmp_path: Path) -> None:
     side = WorkerProcess(STUB, tmp_path / "log", threads=1, timeout_s=60)
     assert side.ask("name") == "stub"
     side._line.settimeout(0.1)
@@ -50,9 +50,7 @@ def test_a_process_that_does_not_answer_is_lost_and_ended(tmp_path: Path) -> Non
     assert side._process.returncode is not None
 
 
-def test_a_side_sees_no_settings_of_ours_and_the_threads_it_is_given(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_worker_gets_threads_and_no_user_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KVCACHE_HOST__CAPACITY_BYTES", "1GiB")
     monkeypatch.setenv("LMCACHE_CHUNK_SIZE", "16")
     with WorkerProcess(STUB, tmp_path / "log", threads=3, timeout_s=60) as side:

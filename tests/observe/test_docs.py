@@ -26,7 +26,7 @@ TROUBLE = (DOCS / "troubleshooting.md").read_text(encoding="utf-8")
         if reason != "dropped"  # a load has no queue that could be full
     ],
 )
-def test_every_reason_has_its_remedy(reason: str) -> None:
+def test_troubleshooting_names_every_reason(reason: str) -> None:
     assert f"`{reason}`" in TROUBLE
 
 

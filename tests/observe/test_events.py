@@ -26,7 +26,7 @@ class Clock(SystemClock):
         return self.time
 
 
-def test_blocks_with_one_fate_are_one_event() -> None:
+def test_blocks_with_one_outcome_share_an_event() -> None:
     clock = Clock()
     events = EventLog(clock)
     for _ in range(3):
@@ -54,7 +54,7 @@ def test_a_run_ends_in_time() -> None:
     assert [event.blocks for event in events.last()] == [2, 1, 1]
 
 
-def test_nothing_is_said_of_no_block() -> None:
+def test_an_empty_run_records_no_event() -> None:
     events = EventLog(Clock())
     events.add("dropped", tier="host", namespace=ONE, blocks=0, reason="no room")
     assert events.last() == []
@@ -81,7 +81,7 @@ def test_the_ring_holds_the_newest_runs(calls: list[tuple[EventKind, str, int]],
     assert events.last(0) == []
 
 
-def test_an_event_belongs_to_the_request_its_thread_works_for() -> None:
+def test_an_event_names_the_request_of_its_thread() -> None:
     events = EventLog(Clock())
 
     def work(name: str) -> None:

@@ -75,7 +75,7 @@ def test_every_figure_of_a_cache_is_exported(tmp_path: Path) -> None:
     assert len(rows) == counted + without + tiers + curve + len(stats["bypass"]) + len(stats["canary"]) + 1
 
 
-def test_a_registry_reads_anew_each_time_and_asks_nothing_when_registering() -> None:
+def test_a_registry_reads_stats_at_each_scrape() -> None:
     asked = []
 
     def stats() -> dict[str, Any]:
@@ -90,7 +90,7 @@ def test_a_registry_reads_anew_each_time_and_asks_nothing_when_registering() -> 
         registry.register(Collector(stats))
 
 
-def test_statistics_that_lack_something_are_exported_without_it() -> None:
+def test_missing_statistics_are_left_out() -> None:
     text = exposition({"tiers": {"host": {"records": 3}}})
     assert 'kvcache_tier_records{tier="host"} 3.0' in text
     assert "kvcache_tier_used_bytes{" not in text
@@ -105,7 +105,7 @@ def test_a_daemon_that_did_not_answer_has_no_counter_at_nought() -> None:
     assert registry.get_sample_value("kvcache_requests_total") is None
 
 
-def test_the_page_is_what_the_tables_say() -> None:
+def test_the_metrics_page_equals_the_tables() -> None:
     written = (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8")
     assert written == metrics_page(), "write it anew: python -m scripts.generate.metrics_page > docs/metrics.md"
     for metric in METRICS.values():

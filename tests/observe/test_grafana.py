@@ -27,7 +27,7 @@ def queries() -> list[str]:
     return [target["expr"] for panel in dashboard()["panels"] for target in panel.get("targets", [])]
 
 
-def test_what_is_committed_is_what_the_table_says() -> None:
+def test_committed_files_equal_the_generated_ones() -> None:
     said = "write it anew: kvcache metrics grafana > deploy/grafana/kvcache.json; alerts > deploy/prometheus/alerts.yml"
     assert json.loads(DASHBOARD.read_text(encoding="utf-8")) == dashboard(), said
     assert RULES.read_text(encoding="utf-8") == rules(), said
@@ -40,7 +40,7 @@ def test_every_metric_has_a_panel_and_every_query_a_metric() -> None:
     assert asked <= EXPOSED
 
 
-def test_labels_in_queries_are_those_of_the_metric() -> None:
+def test_queries_use_labels_of_their_metric() -> None:
     for panel in dashboard()["panels"]:
         for target in panel.get("targets", []):
             for by, name in re.findall(r"sum by \(([^)]*)\) \(?(?:rate\()?kvcache_(\w+)", target["expr"]):
@@ -49,7 +49,7 @@ def test_labels_in_queries_are_those_of_the_metric() -> None:
             assert shown <= {label for metric in METRICS.values() for label in metric.labels}
 
 
-def test_panels_do_not_overlap_and_have_ids_of_their_own() -> None:
+def test_panels_have_unique_ids_and_do_not_overlap() -> None:
     panels = dashboard()["panels"]
     assert len({panel["id"] for panel in panels}) == len(panels)
     taken: set[tuple[int, int]] = set()
@@ -65,7 +65,7 @@ def test_panels_do_not_overlap_and_have_ids_of_their_own() -> None:
         taken |= cells
 
 
-def test_grafanas_own_types_read_all_of_it() -> None:
+def test_the_dashboard_parses_by_grafanas_schema() -> None:
     """By the types that Grafana generates from its schema: what they do not know is wrong."""
     sdk = pytest.importorskip("grafana_foundation_sdk", reason="needs grafana-foundation-sdk")
     assert sdk
@@ -89,7 +89,7 @@ def missing(wanted: Any, found: Any, at: str = "") -> list[str]:
     return [] if wanted == found or empty else [f"{at}: {wanted!r} was read as {found!r}"]
 
 
-def test_alerts_speak_of_metrics_that_there_are() -> None:
+def test_alerts_use_existing_metrics() -> None:
     names = [alert.name for alert in ALERTS]
     assert len(set(names)) == len(names)
     for alert in ALERTS:
@@ -109,7 +109,7 @@ def test_prometheus_reads_the_rules() -> None:
 
 
 @pytest.mark.skipif(PROMTOOL is None, reason=NO_PROMTOOL)
-def test_the_rules_call_when_they_should_and_not_before(tmp_path: Path) -> None:
+def test_alert_rules_fire_as_promtool_expects(tmp_path: Path) -> None:
     """Played by Prometheus itself: a minute a sample."""
     series = {
         'kvcache_tier_in_trouble{instance="a", tier="nvme"}': "0x10 1x20",

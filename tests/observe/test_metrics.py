@@ -35,7 +35,7 @@ def test_counts_by_labels() -> None:
 
 
 @pytest.mark.parametrize(("name", "labels"), [("nonsense", {}), ("drops", {}), ("drops", {"cause": "cold"})])
-def test_what_is_not_in_the_table_is_a_mistake(name: str, labels: dict[str, str]) -> None:
+def test_a_counter_missing_from_the_table_raises(name: str, labels: dict[str, str]) -> None:
     with pytest.raises(KeyError):
         Counters().add(name, **labels)
 
@@ -55,20 +55,20 @@ def test_no_count_is_lost_between_threads() -> None:
     assert counters.get("drops", reason="orphan") == 16_000
 
 
-def test_every_label_has_its_values_in_the_table() -> None:
+def test_the_table_lists_every_label_value() -> None:
     labels = {(metric.name, label) for metric in METRICS.values() for label in metric.labels if label not in FREE}
     assert labels == set(REASONS)
     assert all(text for values in REASONS.values() for text in values.values())
 
 
-def test_a_reason_about_a_tier_is_found_by_any_tier() -> None:
+def test_a_tiers_reason_is_found_by_any_tier_name() -> None:
     assert meaning("drops", "reason", "nvme queue") == meaning("drops", "reason", "redis queue")
     assert meaning("drops", "reason", "no room") == REASONS["drops", "reason"]["no room"]
     with pytest.raises(KeyError):
         meaning("drops", "reason", "bad luck")
 
 
-def test_every_outcome_that_is_no_success_has_a_meaning() -> None:
+def test_every_failed_outcome_has_a_description() -> None:
     outcomes = {outcome.value for outcome in Outcome} - {"done", "pending"}
     assert outcomes <= set(REASONS["load_failures", "outcome"])
     assert outcomes == set(REASONS["write_failures", "outcome"])

@@ -29,7 +29,7 @@ CHAINS = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=6).map(tuple)
 
 
 @given(CHAINS)
-def test_every_shared_prefix_is_told_or_a_longer_one_that_nearly_all_of_it_begin(chains: list[tuple[int, ...]]) -> None:
+def test_every_shared_prefix_is_reported(chains: list[tuple[int, ...]]) -> None:
     told = {p.signature: p for p in prefixes([asked(each, time=i) for i, each in enumerate(chains)], 10_000)}
     begun: dict[tuple[int, ...], list[int]] = defaultdict(list)
     for i, each in enumerate(chains):
@@ -52,7 +52,7 @@ def test_every_shared_prefix_is_told_or_a_longer_one_that_nearly_all_of_it_begin
     assert {s: (p.blocks, p.requests, p.last) for s, p in told.items()} == expected
 
 
-def test_the_most_valuable_first_and_namespaces_apart() -> None:
+def test_prefixes_are_sorted_by_value_per_namespace() -> None:
     other = b"m" * 32
     prompts = [asked((1, 2, 3, i), found=2, time=i) for i in range(3)]
     prompts += [asked((1, i), space=other) for i in range(9)] + [asked((7,))]
@@ -63,7 +63,7 @@ def test_the_most_valuable_first_and_namespaces_apart() -> None:
     assert [p.signature for p in prefixes(prompts, 1)] == [long.signature]
 
 
-def test_a_name_leads_back_to_its_prompt() -> None:
+def test_a_prefix_name_resolves_to_its_prompt() -> None:
     prompts = [asked((1, 2, 3, 4)), asked((1, 2, 5))]
     (shared,) = prefixes(prompts, 5)
     found = find_prefix(prompts, shared.name)

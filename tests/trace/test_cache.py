@@ -27,7 +27,7 @@ def digests(trace: Trace) -> list[bytes]:
 
 @pytest.mark.parametrize("policy", ["hazard", "lru"])
 @pytest.mark.parametrize("seed", [1, 2])
-def test_a_cache_finds_what_the_simulator_says(policy: str, seed: int) -> None:
+def test_a_cache_hits_as_the_simulator_predicts(policy: str, seed: int) -> None:
     trace = traffic(seed, 400)
     names = digests(trace)
     tensors: Any = np.zeros((1, 2, 512, 16, 1, 8), np.float32)

@@ -36,7 +36,7 @@ def test_all_policies_are_tested(policies: Any) -> None:
 @pytest.mark.parametrize("name", NAMES)
 @given(seed=st.integers(0, 1 << 30), capacity=st.integers(1, 60))
 @settings(deadline=None, max_examples=15)
-def test_compiled_policy_equals_its_twin(policies: Any, name: str, seed: int, capacity: int) -> None:
+def test_compiled_policy_equals_its_reference(policies: Any, name: str, seed: int, capacity: int) -> None:
     trace = traffic(seed, 50)
     compiled = policies.simulate(trace, name, capacity)
     assert compiled.hits.tolist() == policies.simulate(trace, name, capacity, use_reference=True).hits.tolist()
@@ -45,7 +45,7 @@ def test_compiled_policy_equals_its_twin(policies: Any, name: str, seed: int, ca
 @pytest.mark.parametrize("name", NAMES)
 @given(seed=st.integers(0, 1 << 30), capacity=st.integers(1, 80))
 @settings(deadline=None, max_examples=15)
-def test_no_policy_beats_foresight(policies: Any, name: str, seed: int, capacity: int) -> None:
+def test_no_policy_beats_opt(policies: Any, name: str, seed: int, capacity: int) -> None:
     trace = traffic(seed, 50)
     hits = policies.simulate(trace, name, capacity, use_reference=True).hits
     assert hits.sum() <= simulate(trace, "opt", capacity).hits.sum()

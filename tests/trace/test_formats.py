@@ -41,7 +41,7 @@ def session(tool_tokens: int, *requests: tuple[float, int, int, int]) -> dict[st
     return {"id": "x", "block_size": 64, "tool_tokens": tool_tokens, "system_tokens": 0, "requests": rows}
 
 
-def test_agents_chains_branch_where_they_say(tmp_path: Path) -> None:
+def test_agent_chains_branch_at_the_recorded_block(tmp_path: Path) -> None:
     grows = session(0, (0, 1100, -1, 17), (5, 1600, 16, 8), (9, 1200, 7, 10))
     # blocks of 64: 0..16, then 0..16 and 17..24, then 0..7 and 25..34; of 512 they are [7, 15], [7, 15, 23], [7, 32]
     assert chains(written(tmp_path, grows), "agentic") == [[0, 1], [0, 1, 2], [0, 3]]
@@ -58,7 +58,7 @@ def test_agents_share_their_tools_where_that_is_assumed(tmp_path: Path) -> None:
     assert together[0][1:] != together[1][1:]
 
 
-def test_text_by_any_tokenizer(tmp_path: Path) -> None:
+def test_text_traces_accept_any_tokenizer(tmp_path: Path) -> None:
     path = written(
         tmp_path, {"timestamp": 5e6, "input": "a" * 40, "output": "xy"}, {"timestamp": 6e6, "input": "a" * 33 + "b"}
     )
@@ -79,7 +79,7 @@ def test_azure_is_arrivals_only(tmp_path: Path) -> None:
     assert np.allclose(trace.times_s, [0, 1])
 
 
-def test_vllm_events_are_runs_with_all_before_them(tmp_path: Path) -> None:
+def test_vllm_events_are_read_with_their_parent_chain(tmp_path: Path) -> None:
     def stored(parent: int | None, *blocks: int) -> dict[str, object]:
         return {"type": "BlockStored", "block_hashes": blocks, "parent_block_hash": parent, "block_size": 16}
 
@@ -91,7 +91,7 @@ def test_vllm_events_are_runs_with_all_before_them(tmp_path: Path) -> None:
     assert chains(written(tmp_path, older[0], [2.0, [older[1]]])) == [[0, 1], [0, 2]]
 
 
-def test_vllm_events_of_one_medium_and_group(tmp_path: Path) -> None:
+def test_vllm_events_are_filtered_by_medium_and_group(tmp_path: Path) -> None:
     def stored(*blocks: int, **more: object) -> dict[str, object]:
         return {"type": "BlockStored", "block_hashes": blocks, "parent_block_hash": None, "block_size": 16, **more}
 
@@ -99,7 +99,7 @@ def test_vllm_events_of_one_medium_and_group(tmp_path: Path) -> None:
     assert chains(written(tmp_path, [1.0, events, 0])) == [[0, 1]]
 
 
-def test_what_a_cache_recorded(tmp_path: Path) -> None:
+def test_a_recorded_trace_is_read(tmp_path: Path) -> None:
     def row(time: int, *ids: int, block_tokens: int = 32) -> dict[str, object]:
         told = {"timestamp": time, "input_length": block_tokens * len(ids), "output_length": 0, "hash_ids": ids}
         return {**told, "block_tokens": block_tokens, "namespace": "ab", "found_tokens": 0}
@@ -114,12 +114,12 @@ def test_what_a_cache_recorded(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "line", ["nonsense", '{"hash_ids": 3}', '{"hash_ids": ["x"], "timestamp": 1, "input_length": 1}']
 )
-def test_what_is_no_trace_is_refused(tmp_path: Path, line: str) -> None:
+def test_an_invalid_trace_is_refused(tmp_path: Path, line: str) -> None:
     with pytest.raises(ConfigError, match="trace"):
         read_trace(written(tmp_path, line))
 
 
-def test_names_that_are_no_chains_are_refused(tmp_path: Path) -> None:
+def test_block_names_without_chains_are_refused(tmp_path: Path) -> None:
     rows = [{"timestamp": i, "input_length": 2, "hash_ids": ids} for i, ids in enumerate(([1, 2], [3, 2]))]
     with pytest.raises(ConfigError, match="chained"):
         read_trace(written(tmp_path, *rows))
@@ -135,7 +135,7 @@ def test_names_that_are_no_chains_are_refused(tmp_path: Path) -> None:
         ("agentic-sessions", "agentic", 49_334, 431_071, 0.963),
     ],
 )
-def test_the_traces_are_what_is_known_of_them(
+def test_public_traces_have_their_published_totals(
     file: str, format: str | None, requests: int, unique: int, ideal: float
 ) -> None:
     trace = read_trace(SHARED / "traces" / f"{file}.jsonl.gz", format)
@@ -154,7 +154,7 @@ def test_arrivals_and_texts_can_be_read() -> None:
     assert len(read_trace(SHARED / "text" / "agent-sessions.jsonl.gz")) == 164
 
 
-def test_a_compressed_file_is_read_as_it_is(tmp_path: Path) -> None:
+def test_a_compressed_trace_is_read(tmp_path: Path) -> None:
     path = tmp_path / "trace.jsonl.gz"
     with gzip.open(path, "wt") as file:
         file.write(json.dumps({"timestamp": 0, "input_length": 1, "hash_ids": [4]}))

@@ -18,7 +18,7 @@ def arrays(lists: list[list[int]]) -> list[np.ndarray]:
 
 
 @given(prompts, st.integers(1, 8))
-def test_hits_are_those_of_unlimited_memory(logs: list[list[int]], block: int) -> None:
+def test_hits_equal_those_of_unlimited_memory(logs: list[list[int]], block: int) -> None:
     known: set[tuple[int, ...]] = set()
     hits = 0
     for ids in logs:
@@ -32,7 +32,7 @@ def test_hits_are_those_of_unlimited_memory(logs: list[list[int]], block: int) -
 
 
 @given(prompts)
-def test_repeated_is_between_what_is_remembered_and_all_there_is(logs: list[list[int]]) -> None:
+def test_repeated_tokens_are_bounded_by_memory_and_total(logs: list[list[int]]) -> None:
     known: set[tuple[int, ...]] = set()
     sparse: set[tuple[int, ...]] = set()
     most = least = 0
@@ -67,7 +67,7 @@ def made(changing: list[tuple[int, int]], requests: int) -> list[np.ndarray]:
     return arrays(logs)
 
 
-def test_one_break_near_the_head_costs_everything_behind_it() -> None:
+def test_a_break_near_the_head_loses_all_later_blocks() -> None:
     logs = made([(20, 3)], 30)
     found = lint_prompts(logs, 16)
     assert found.rate < 0.05
@@ -76,13 +76,13 @@ def test_one_break_near_the_head_costs_everything_behind_it() -> None:
     assert found.groups[0].lost_tokens > 29 * 700
 
 
-def test_a_break_behind_another_is_found_as_well() -> None:
+def test_a_second_break_is_found() -> None:
     found = lint_prompts(made([(20, 3), (400, 5)], 30), 16)
     assert found.moved_rate > 0.9
     assert {group.first for group in found.groups} == {20, 400}
 
 
-def test_prompts_that_only_end_differently_have_none() -> None:
+def test_prompts_with_different_ends_have_no_break() -> None:
     rng = random.Random(2)
     logs = arrays([[*range(500), *(rng.randrange(1000, 9999) for _ in range(100))] for _ in range(20)])
     found = lint_prompts(logs, 16)

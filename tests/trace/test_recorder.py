@@ -37,7 +37,7 @@ def lines(path: Path) -> list[dict[str, Any]]:
     return [json.loads(text) for text in path.read_text().splitlines()]
 
 
-def test_a_cache_writes_what_it_is_asked_and_no_content(tmp_path: Path) -> None:
+def test_a_trace_holds_block_names_and_no_content(tmp_path: Path) -> None:
     path = tmp_path / "deep" / "trace.jsonl"
     with closing(
         kvcache.open(host__capacity_bytes="1MiB", nvme__enabled=False, control__enabled=False, trace__path=str(path))
@@ -64,7 +64,7 @@ def test_a_cache_writes_what_it_is_asked_and_no_content(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("policy", ["hazard", "lru"])
-def test_what_was_written_is_played_as_it_was_lived(tmp_path: Path, policy: str) -> None:
+def test_a_replayed_trace_gives_the_recorded_hits(tmp_path: Path, policy: str) -> None:
     """The simulator says of the written trace what the cache reported, which had room for some of it."""
     path, room = tmp_path / "trace.jsonl", 64
     slot = record_bytes(SIXTEEN.block_bytes())
@@ -115,7 +115,7 @@ def test_files_are_bounded_and_the_last_requests_are_kept(tmp_path: Path) -> Non
         assert not name.exists() or name.stat().st_size < 2300
 
 
-def test_a_file_that_cannot_be_written_ends_the_trace_and_nothing_else(tmp_path: Path) -> None:
+def test_a_failed_trace_file_ends_only_the_trace(tmp_path: Path) -> None:
     recorder = TraceRecorder(tmp_path / "t", file_bytes=2000)
     (tmp_path / "t").mkdir()
     recorder.on_request(asked(1, 4))
@@ -124,7 +124,7 @@ def test_a_file_that_cannot_be_written_ends_the_trace_and_nothing_else(tmp_path:
     assert recorder.dropped_rows == 1
 
 
-def test_an_old_trace_is_added_to(tmp_path: Path) -> None:
+def test_an_existing_trace_is_appended_to(tmp_path: Path) -> None:
     for number in range(2):
         with closing(TraceRecorder(tmp_path / "t", file_bytes=1 << 20)) as recorder:
             recorder.on_request(asked(number, 2))
@@ -145,7 +145,7 @@ def test_an_old_trace_is_added_to(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_what_is_no_trace_is_refused(tmp_path: Path, text: str, said: str) -> None:
+def test_an_invalid_trace_is_refused(tmp_path: Path, text: str, said: str) -> None:
     (tmp_path / "t").write_text(text)
     with pytest.raises(kvcache.ConfigError, match=said):
         read_arrivals(tmp_path / "t")

@@ -56,7 +56,7 @@ def cache() -> Any:
         yield made
 
 
-def test_hits_and_first_tokens_are_those_of_the_trace(cache: Any) -> None:
+def test_replay_gives_the_hits_of_the_trace(cache: Any) -> None:
     played = replay(cache, Turned()).run(
         [arrival(0, 1, 2, 3), arrival(10, 1, 2, 9), arrival(20, 7), arrival(30, 1, 2, 3)]
     )
@@ -66,19 +66,19 @@ def test_hits_and_first_tokens_are_those_of_the_trace(cache: Any) -> None:
     assert played.ttft_s == pytest.approx([0.049, 0.017, 0.017, 0.001])
 
 
-def test_who_arrives_while_the_engine_is_busy_waits(cache: Any) -> None:
+def test_a_request_waits_while_the_engine_is_busy(cache: Any) -> None:
     played = replay(cache, Turned()).run([arrival(0, 1), arrival(0.005, 2)])
     assert played.ttft_s == pytest.approx([0.017, 0.017 - 0.005 + 0.017])
 
 
-def test_twice_as_fast_takes_half_the_time(cache: Any) -> None:
+def test_double_speed_halves_the_time(cache: Any) -> None:
     clock = Turned()
     played = replay(cache, clock, speed=2.0).run([arrival(0, 1), arrival(10, 2)])
     assert clock.time == pytest.approx(5 + 0.0085)
     assert played.ttft_s == pytest.approx([0.0085, 0.0085])
 
 
-def test_other_bytes_are_noticed(cache: Any) -> None:
+def test_replay_detects_wrong_bytes(cache: Any) -> None:
     playing = replay(cache, Turned())
     playing.run([arrival(0, 1, 2)])
     original = playing._write
@@ -87,7 +87,9 @@ def test_other_bytes_are_noticed(cache: Any) -> None:
     assert playing.run([arrival(0, 1, 2, 3)]).wrong_blocks == 1
 
 
-def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_replays_a_trace(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     trace = tmp_path / "trace.jsonl.gz"
     rows = [{"timestamp": 10 * i, "input_length": 1030, "output_length": 1, "hash_ids": [0, 1, 2]} for i in range(5)]
     trace.write_bytes(gzip.compress("\n".join(map(json.dumps, rows)).encode()))

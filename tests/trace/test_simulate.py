@@ -39,7 +39,7 @@ def traffic(seed: int, requests: int, *, heads: int = 6, longest: int = 12) -> T
 @pytest.mark.parametrize("policy", POLICIES)
 @given(seed=st.integers(0, 1 << 30), capacity=st.integers(1, 60))
 @settings(deadline=None, max_examples=15)
-def test_the_compiled_player_and_its_twin_find_the_same(policy: str, seed: int, capacity: int) -> None:
+def test_compiled_simulation_equals_the_reference(policy: str, seed: int, capacity: int) -> None:
     trace = traffic(seed, 50)
     assert (
         simulate(trace, policy, capacity).hits.tolist()
@@ -50,7 +50,7 @@ def test_the_compiled_player_and_its_twin_find_the_same(policy: str, seed: int, 
 @pytest.mark.parametrize("policy", POLICIES)
 @given(seed=st.integers(0, 1 << 30), capacity=st.integers(1, 80))
 @settings(deadline=None, max_examples=15)
-def test_none_beats_foresight_and_all_are_the_same_with_room_for_all(policy: str, seed: int, capacity: int) -> None:
+def test_no_policy_beats_opt_and_all_equal_at_full_size(policy: str, seed: int, capacity: int) -> None:
     trace = traffic(seed, 50)
     best = simulate(trace, "opt", capacity).hits.sum()
     assert simulate(trace, policy, capacity).hits.sum() <= best
@@ -62,7 +62,7 @@ def test_none_beats_foresight_and_all_are_the_same_with_room_for_all(policy: str
     assert simulate(trace, policy, max(1, trace.unique)).hits.tolist() == ideal
 
 
-def test_lru_is_what_a_list_of_blocks_says() -> None:
+def test_lru_equals_a_list_of_blocks() -> None:
     """A model of blocks and times of use, with nothing of the index in it."""
     for seed in range(8):
         trace, capacity = traffic(seed, 200), 25
@@ -82,7 +82,7 @@ def test_lru_is_what_a_list_of_blocks_says() -> None:
         assert simulate(trace, "lru", capacity).hits.tolist() == hits
 
 
-def test_a_policy_of_ones_own_is_played_by_its_classes() -> None:
+def test_a_custom_policy_is_simulated_by_its_classes() -> None:
     class Greedy(Hazard):
         name = "greedy"
         ghosts = 1.0
@@ -94,6 +94,6 @@ def test_a_policy_of_ones_own_is_played_by_its_classes() -> None:
 
 
 @pytest.mark.parametrize(("policy", "capacity"), [("mru", 5), ("lru", 0)])
-def test_what_makes_no_sense_is_refused(policy: str, capacity: int) -> None:
+def test_invalid_arguments_are_refused(policy: str, capacity: int) -> None:
     with pytest.raises(ConfigError, match=r"expected|there is"):
         simulate(traffic(0, 3), policy, capacity)

@@ -207,7 +207,7 @@ def engines(draw: st.DrawFn) -> Engine:
 @each(COPIERS)
 @settings(max_examples=4 * settings().max_examples)
 @given(data=st.data(), e=engines(), shift=st.integers(0, 7))
-def test_any_pages(copier: Copier, data: st.DataObject, e: Engine, shift: int) -> None:
+def test_arbitrary_pages_copy_exactly(copier: Copier, data: st.DataObject, e: Engine, shift: int) -> None:
     pages = st.integers(0, e.pages.pages - 1)
     check_gather(copier, e, data.draw(st.lists(pages, max_size=8)), shift)
     check_scatter(copier, e, data.draw(st.lists(pages, max_size=8, unique=True)), shift)
@@ -223,7 +223,7 @@ WHOLE_PAGE = ("page", "layer", "kv", "token", "head")
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
 @pytest.mark.parametrize("axes", [NHD, HND, FUSED, WHOLE_PAGE], ids=["nhd", "hnd", "fused", "whole_page"])
 @pytest.mark.parametrize("apart", [(), ("layer",), ("layer", "kv")], ids=["one", "layers_apart", "all_apart"])
-def test_large_copies(copier: Copier, dtype: str, axes: tuple[str, ...], apart: tuple[str, ...]) -> None:
+def test_large_copies_are_exact(copier: Copier, dtype: str, axes: tuple[str, ...], apart: tuple[str, ...]) -> None:
     """Enough bytes for several threads and for stores around the cache, at places that are aligned and that are not.
 
     The numbers are chosen so that a thread's part begins in the middle of a row of fragments."""
@@ -236,7 +236,7 @@ def test_large_copies(copier: Copier, dtype: str, axes: tuple[str, ...], apart: 
 
 @each(COPIERS)
 @pytest.mark.parametrize("order", list(permutations(CANONICAL_ORDERS["mha"])), ids="-".join)
-def test_every_order(copier: Copier, order: tuple[str, ...]) -> None:
+def test_every_payload_order_copies_exactly(copier: Copier, order: tuple[str, ...]) -> None:
     layout = KVLayout.mha(layers=3, kv_heads=2, head_dim=8, block_tokens=4, order=order)
     e = engine(layout, 0, Shard(1, 3, 1, 2), 5, axes=HND, gaps=(0, 2, 0, 0, 0))
     check_gather(copier, e, [4, 0, 3], 0)
@@ -245,7 +245,7 @@ def test_every_order(copier: Copier, order: tuple[str, ...]) -> None:
 
 @each(COPIERS)
 @pytest.mark.parametrize("axes", [("kv", "page", "token", "head", "dim"), ("page", "head", "kv", "token", "dim")])
-def test_pages_of_tensors(copier: Copier, axes: tuple[str, ...]) -> None:
+def test_pages_of_torch_tensors_copy_exactly(copier: Copier, axes: tuple[str, ...]) -> None:
     """From arrays as an engine has them, to payloads as a canonical reader expects them."""
     layout = KVLayout.mha(layers=2, kv_heads=3, head_dim=8, dtype="fp32", block_tokens=4)
     extent = {"kv": 2, "page": 7, "token": 4, "head": 3, "dim": 8}
@@ -267,7 +267,7 @@ def test_pages_of_tensors(copier: Copier, axes: tuple[str, ...]) -> None:
 
 
 @each(COPIERS)
-def test_shards_of_heads_make_the_whole(copier: Copier) -> None:
+def test_head_shards_equal_the_whole_payload(copier: Copier) -> None:
     """Two ranks with half of the heads each store what one rank with all of them would."""
     layout = KVLayout.mha(layers=2, kv_heads=4, head_dim=8, block_tokens=4)
     e = engine(layout, 0, layout.whole[0], 3, axes=NHD)
@@ -307,25 +307,25 @@ class TestMisuse:
         return engine(layout, 0, layout.whole[0], 4, axes=NHD), layout.block_bytes()
 
     @pytest.mark.parametrize("wrong", [-1, 1])
-    def test_a_buffer_of_another_size(self, copier: Copier, wrong: int) -> None:
+    def test_a_buffer_of_another_size_is_refused(self, copier: Copier, wrong: int) -> None:
         e, size = self.made()
         buffers = [memoryview(bytearray(size)), memoryview(bytearray(size + wrong))]
         self.refused(copier, e, [0, 1], buffers, f"buffer 1 of {size + wrong} bytes: expected {size}")
 
-    def test_more_pages_than_buffers(self, copier: Copier) -> None:
+    def test_more_pages_than_buffers_are_refused(self, copier: Copier) -> None:
         e, size = self.made()
         self.refused(copier, e, [0, 1], [memoryview(bytearray(size))], "1 buffers for 2 pages")
 
     @pytest.mark.parametrize("page", [-1, 4])
-    def test_a_page_that_is_not_there(self, copier: Copier, page: int) -> None:
+    def test_a_page_out_of_range_is_refused(self, copier: Copier, page: int) -> None:
         e, size = self.made()
         self.refused(copier, e, [page], [memoryview(bytearray(size))], "expected 0 to 3")
 
-    def test_a_buffer_with_gaps(self, copier: Copier) -> None:
+    def test_a_buffer_with_gaps_is_refused(self, copier: Copier) -> None:
         e, size = self.made()
         self.refused(copier, e, [0], [memoryview(bytearray(2 * size))[::2]], "not contiguous")
 
-    def test_pages_of_a_gpu(self, copier: Copier) -> None:
+    def test_gpu_pages_are_refused(self, copier: Copier) -> None:
         e, size = self.made()
         object.__setattr__(e.pages, "device", "cuda:0")
         self.refused(copier, e, [0], [memoryview(bytearray(size))], "cuda:0")
@@ -339,6 +339,6 @@ class TestMisuse:
         assert e.payload(2) == bytes(buffer)
 
 
-def test_no_threads() -> None:
+def test_zero_threads_are_refused() -> None:
     with pytest.raises(ConfigError, match="expected at least 1"):
         CpuCopier(0)

@@ -29,7 +29,7 @@ LARGEST = (1 << 31) - 1
 @example(divisor=1 << 31, dividends=[0, LARGEST])
 @example(divisor=LARGEST, dividends=[LARGEST - 1, LARGEST])
 @example(divisor=(1 << 30) + 1, dividends=[1 << 30, (1 << 30) + 1, LARGEST])
-def test_division(divisor: int, dividends: list[int]) -> None:
+def test_kernel_division_equals_integer_division(divisor: int, dividends: list[int]) -> None:
     near = [m for n in dividends for m in (n, n // divisor * divisor, n // divisor * divisor - 1) if 0 <= m]
     given_, quotients, made = np.array(near, np.uint32), np.zeros(len(near), np.uint32), np.zeros(3, np.uint32)
     pointers = [ctypes.c_void_p(a.ctypes.data) for a in (given_, quotients)]
@@ -57,7 +57,7 @@ def axes_of_blocks(draw: st.DrawFn) -> tuple[list[tuple[int, int, int]], int]:
 
 
 @given(axes_of_blocks())
-def test_walks(made: tuple[list[tuple[int, int, int]], int]) -> None:
+def test_walks_visit_every_element_once(made: tuple[list[tuple[int, int, int]], int]) -> None:
     """The twin says what the header says, and both visit every element once, at the place that its indices give."""
     axes, item = made
     ours = coalesce_axes(axes, item)
@@ -87,7 +87,7 @@ def test_walks(made: tuple[list[tuple[int, int, int]], int]) -> None:
     ("name", "dtype"),
     [("job", kernels.JOB), ("step", kernels.JOB["axes"].base), ("quantise_job", quantised.JOB)],
 )
-def test_members_are_where_the_kernels_look(name: str, dtype: np.dtype[Any]) -> None:
+def test_struct_members_have_the_kernels_offsets(name: str, dtype: np.dtype[Any]) -> None:
     assert dtype.names is not None
     assert dtype.fields is not None
     ours = [dtype.fields[field][1] for field in dtype.names]
@@ -129,23 +129,23 @@ class TestBatch:
         return batch.copy(ends[0], ends[1], sizes, 77), target.tobytes()
 
     @pytest.mark.parametrize("name", ["cuMemcpyBatchAsync_v2", "cuMemcpyBatchAsync"])
-    def test_as_each_driver_wants_it(self, name: str) -> None:
+    def test_the_batch_call_follows_each_driver_version(self, name: str) -> None:
         assert self.copied(BatchCopy(Driver(name))) == (True, bytes(range(100)))
 
-    def test_a_driver_without_it(self) -> None:
+    def test_a_driver_without_batch_copies_is_not_called(self) -> None:
         assert self.copied(BatchCopy(None)) == (False, bytes(100))
 
-    def test_a_driver_that_refuses_is_not_asked_again(self) -> None:
+    def test_a_refusing_driver_is_called_once(self) -> None:
         driver = Driver("cuMemcpyBatchAsync_v2", result=801)
         batch = BatchCopy(driver)
         assert [self.copied(batch)[0] for _ in range(3)] == [False] * 3
         assert driver.calls == 1
 
-    def test_nothing_to_copy(self) -> None:
+    def test_an_empty_batch_copies_nothing(self) -> None:
         nothing = np.zeros(0, np.uint64)
         assert BatchCopy(None).copy(nothing, nothing, nothing, 77)
 
-    def test_the_struct_is_the_headers(self, tmp_path: Path) -> None:
+    def test_the_struct_equals_the_cuda_header(self, tmp_path: Path) -> None:
         header = Path("/usr/local/cuda/include/cuda.h")
         if not header.exists() or not shutil.which(CXX):
             pytest.skip("no cuda.h of a CUDA toolkit here")
@@ -176,10 +176,10 @@ class TestCrossover:
             ({}, NEVER),
         ],
     )
-    def test_is_where_every_larger_size_keeps_up(self, dma: dict[int, float], found: int) -> None:
+    def test_the_crossover_is_where_larger_copies_keep_up(self, dma: dict[int, float], found: int) -> None:
         assert crossover_bytes(dma, 100) == found
 
-    def test_is_measured_with_the_copies_themselves(self) -> None:
+    def test_the_crossover_is_measured_with_real_copies(self) -> None:
         class Timed(HostDevice):
             """A microsecond for each piece and a nanosecond a byte by DMA; two nanoseconds a byte by the kernel."""
 

@@ -13,7 +13,7 @@ from kvcache.block.layout import KVLayout
 from tests.transfer.cuda_on_cpu import HostDevice
 
 
-def test_every_row_is_there_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_benchmark_reports_every_row_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
     gpu_copy = importlib.import_module("gpu_copy")
     layout = KVLayout.mha(layers=2, kv_heads=2, head_dim=64)
@@ -35,7 +35,7 @@ def test_every_row_is_there_once(monkeypatch: pytest.MonkeyPatch) -> None:
     }  # every shape takes the widest access
 
 
-def test_a_part_that_fails_costs_no_other_its_figures(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_part_does_not_lose_other_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
     gpu_copy = importlib.import_module("gpu_copy")
     row = gpu_copy.Row("gpu/bus/gather", 1.0, "GB/s")

@@ -68,7 +68,7 @@ def check_scatter(c: CudaCopier, e: Engine, ids: list[int], shift: int) -> Any:
 @ways
 @settings(max_examples=4 * settings().max_examples)
 @given(data=st.data(), e=engines(), shift=st.integers(0, 7))
-def test_any_pages(way: CopyPath, data: st.DataObject, e: Engine, shift: int) -> None:
+def test_arbitrary_pages_copy_exactly(way: CopyPath, data: st.DataObject, e: Engine, shift: int) -> None:
     e = on_gpu(e)
     pages = st.integers(0, e.pages.pages - 1)
     c = copier(way=way)
@@ -79,7 +79,7 @@ def test_any_pages(way: CopyPath, data: st.DataObject, e: Engine, shift: int) ->
 @ways
 @pytest.mark.parametrize("axes", [HND, WHOLE_PAGE], ids=["hnd", "whole_page"])
 @pytest.mark.parametrize("apart", [(), ("layer",), ("layer", "kv")], ids=["one", "layers_apart", "all_apart"])
-def test_more_than_one_launch(way: CopyPath, axes: tuple[str, ...], apart: tuple[str, ...]) -> None:
+def test_many_blocks_take_several_launches(way: CopyPath, axes: tuple[str, ...], apart: tuple[str, ...]) -> None:
     """More roots and more blocks than a job holds."""
     layout = KVLayout.mha(layers=70, kv_heads=2, head_dim=8, block_tokens=2)
     e = on_gpu(engine(layout, 0, layout.whole[0], 140, axes=axes, apart=apart))
@@ -89,7 +89,7 @@ def test_more_than_one_launch(way: CopyPath, axes: tuple[str, ...], apart: tuple
 
 
 @pytest.mark.parametrize("order", list(permutations(CANONICAL_ORDERS["mha"])), ids="-".join)
-def test_every_order(order: tuple[str, ...]) -> None:
+def test_every_payload_order_copies_exactly(order: tuple[str, ...]) -> None:
     layout = KVLayout.mha(layers=3, kv_heads=2, head_dim=8, block_tokens=4, order=order)
     e = on_gpu(engine(layout, 0, Shard(1, 3, 1, 2), 5, axes=HND, gaps=(0, 2, 0, 0, 0)))
     for way in WAYS:
@@ -97,7 +97,7 @@ def test_every_order(order: tuple[str, ...]) -> None:
         check_scatter(copier(way=way), e, [4, 0, 3], 0)
 
 
-def test_memory_that_is_not_pinned_goes_by_staging() -> None:
+def test_unpinned_memory_is_copied_through_staging() -> None:
     device = HostDevice(pinning=False)
     c = copier(device, crossover=Crossover(1, 1))
     with pytest.raises(StoreError, match=r"cannot be pinned for cuda:0: cudaErrorMemoryAllocation; the locked-memory"):
@@ -127,12 +127,12 @@ class TestTheWay:
         ("enough", "way"),
         [(256, "direct"), (257, "staged"), (2048, "staged"), (2049, "mapped"), (NEVER, "mapped")],
     )
-    def test_of_a_gather_is_chosen_by_size(self, enough: int, way: str) -> None:
+    def test_the_way_of_a_gather_depends_on_its_size(self, enough: int, way: str) -> None:
         c, e, buffers = self.made(Crossover(gather=enough, scatter=NEVER))
         assert c.gather(e.pages, [0, 1, 2, 3], buffers).ways == [way]
 
     @pytest.mark.parametrize(("enough", "way"), [(256, "direct"), (257, "staged"), (512, "staged"), (513, "mapped")])
-    def test_of_a_scatter_is_chosen_a_run_of_layers(self, enough: int, way: str) -> None:
+    def test_the_way_of_a_scatter_is_chosen_per_layer_run(self, enough: int, way: str) -> None:
         c, e, buffers = self.made(Crossover(gather=NEVER, scatter=enough), run_bytes=2048)
         copy = c.scatter(e.pages, [4, 5, 6, 7], buffers)
         assert copy.ways == [way] * 4
@@ -151,7 +151,7 @@ class TestTheWay:
         assert c.gather(e.pages, [0, 1], [memory[:size], memory[size : 2 * size]]).ways == ["staged"]
         assert c.gather(e.pages, [0], [memory[:size]]).ways == ["mapped"]
 
-    def test_kernels_are_given_the_address_that_the_device_knows(self) -> None:
+    def test_kernels_get_device_addresses_of_pinned_memory(self) -> None:
         class Elsewhere(HostDevice):
             def register(self, address: int, size_bytes: int, *, read_only: bool = False) -> int:
                 return address + 1_000_000
@@ -182,7 +182,7 @@ class TestOrder:
         c.pinned.add(memoryview(whole))
         return device, c, e, buffers
 
-    def test_a_store_waits_for_what_the_engine_computes(self, made: Any) -> None:
+    def test_a_store_waits_for_the_engines_compute_stream(self, made: Any) -> None:
         device, c, e, buffers = made
         computed = np.random.default_rng(7).integers(0, 256, len(e.memory), dtype=np.uint8)
         device.put(0, lambda: e.memory.__setitem__(slice(None), computed))
@@ -192,7 +192,7 @@ class TestOrder:
         assert [bytes(b) for b in buffers[:3]] == [e.payload(page) for page in (5, 2, 7)]
         np.testing.assert_array_equal(e.memory, computed)
 
-    def test_a_mark_made_earlier_is_enough(self, made: Any) -> None:
+    def test_a_store_accepts_an_earlier_event(self, made: Any) -> None:
         device, c, e, buffers = made
         compute = device.stream()
         computed = np.random.default_rng(7).integers(0, 256, len(e.memory), dtype=np.uint8)
@@ -203,7 +203,7 @@ class TestOrder:
         assert [bytes(b) for b in buffers[:3]] == [e.payload(page) for page in (5, 2, 7)]
         assert not c.gather(e.pages, [5], buffers[3:], after=c.mark(compute)).wait(0.001)
 
-    def test_a_load_waits_for_what_the_engine_reads(self, made: Any) -> None:
+    def test_a_load_waits_for_the_engines_reads(self, made: Any) -> None:
         device, c, e, buffers = made
         seen = np.zeros_like(e.memory)
         before = e.memory.copy()
@@ -211,7 +211,7 @@ class TestOrder:
         c.scatter(e.pages, [1, 3], buffers[:2]).wait()
         np.testing.assert_array_equal(seen, before)
 
-    def test_a_layer_is_there_before_it_is_read(self, made: Any) -> None:
+    def test_wait_layer_returns_after_the_layers_copy(self, made: Any) -> None:
         device, c, e, buffers = made
         for buffer in buffers:
             buffer[:] = np.random.default_rng(3).bytes(len(buffer))
@@ -245,7 +245,7 @@ class TestOrder:
         assert [bytes(b) for b in buffers[:3]] == expected[:3]
         assert [e.payload(page) for page in (5, 6)] == [loaded, loaded]
 
-    def test_closing_waits(self, made: Any) -> None:
+    def test_close_waits_for_copies(self, made: Any) -> None:
         _, c, e, buffers = made
         copy = c.gather(e.pages, [0, 1, 2, 3], buffers)
         c.close()
@@ -254,7 +254,7 @@ class TestOrder:
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_a_copy_that_fails_half_way_has_ended(seed: int) -> None:
+def test_a_copy_that_fails_half_way_is_done(seed: int) -> None:
     """The caller gives its buffers to others at once: nothing may still be copied to them."""
 
     class Failing(LazyHostDevice):
@@ -281,7 +281,7 @@ def test_a_copy_that_fails_half_way_has_ended(seed: int) -> None:
 class TestCopyPages:
     @settings(max_examples=4 * settings().max_examples)
     @given(data=st.data(), e=engines())
-    def test_any_pages(self, data: st.DataObject, e: Engine) -> None:
+    def test_arbitrary_pages_copy_exactly(self, data: st.DataObject, e: Engine) -> None:
         e = on_gpu(e)
         ids = data.draw(st.permutations(range(e.pages.pages)))
         count = data.draw(st.integers(0, len(ids) // 2))
@@ -300,7 +300,7 @@ class TestCopyPages:
     @pytest.mark.parametrize(
         ("sources", "targets"), [([0], [0]), ([0, 1], [2, 2]), ([0, 1], [2, 1]), ([0], [1, 2]), ([4], [0]), ([0], [-1])]
     )
-    def test_what_has_no_one_result_is_refused(self, sources: list[int], targets: list[int]) -> None:
+    def test_ambiguous_page_copies_are_refused(self, sources: list[int], targets: list[int]) -> None:
         e = on_gpu(engine(KVLayout.mha(layers=1, kv_heads=1, head_dim=8), 0, Shard(0, 1, 0, 1), 4, axes=NHD))
         before = e.memory.copy()
         with pytest.raises(LayoutError):
@@ -321,18 +321,18 @@ class TestMisuse:
                 verb(e.pages, ids, buffers)
 
     @pytest.mark.parametrize("wrong", [-1, 1])
-    def test_a_buffer_of_another_size(self, wrong: int) -> None:
+    def test_a_buffer_of_another_size_is_refused(self, wrong: int) -> None:
         e, size = self.made()
         self.refused(
             e, [0], [memoryview(bytearray(size + wrong))], f"buffer 0 of {size + wrong} bytes: expected {size}"
         )
 
-    def test_a_page_that_is_not_there(self) -> None:
+    def test_a_page_out_of_range_is_refused(self) -> None:
         e, size = self.made()
         self.refused(e, [4], [memoryview(bytearray(size))], "expected 0 to 3")
 
     @pytest.mark.parametrize("device", ["cpu", "cuda:1", "cuda:00"])
-    def test_pages_of_another_device(self, device: str) -> None:
+    def test_pages_of_another_device_are_refused(self, device: str) -> None:
         e, size = self.made()
         e.pages = replace(e.pages, device=device)
         self.refused(e, [0], [memoryview(bytearray(size))], f"pages on {device}: expected cuda:0")

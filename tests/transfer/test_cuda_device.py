@@ -27,14 +27,14 @@ def cupy(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Fak
     return made
 
 
-def test_without_cupy(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_cupy_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "cupy", None)
     with pytest.raises(ConfigError, match=r"pages on a GPU need CuPy: pip install 'kvcache-tiers\[cuda13\]'"):
         CupyDevice()
 
 
 @pytest.mark.parametrize("cupy", [{"devices": 0}], indirect=True)
-def test_without_a_gpu(cupy: FakeCupy) -> None:
+def test_a_missing_gpu_is_reported(cupy: FakeCupy) -> None:
     with pytest.raises(
         ConfigError, match=r"no GPU for this process: cudaErrorInsufficientDriver.*; look at nvidia-smi"
     ):
@@ -42,13 +42,13 @@ def test_without_a_gpu(cupy: FakeCupy) -> None:
 
 
 @pytest.mark.parametrize("index", [-1, 2])
-def test_a_device_that_is_not_there(cupy: FakeCupy, index: int) -> None:
+def test_a_device_out_of_range_is_reported(cupy: FakeCupy, index: int) -> None:
     with pytest.raises(ConfigError, match=f"device cuda:{index}: expected one of cuda:0 to cuda:1"):
         CupyDevice(index)
 
 
 @pytest.mark.parametrize("cupy", [{"pinning": False}], indirect=True)
-def test_memory_that_cuda_does_not_pin(cupy: FakeCupy, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_that_cuda_cannot_pin_is_reported(cupy: FakeCupy, monkeypatch: pytest.MonkeyPatch) -> None:
     copier = CudaCopier(1)
     for limit, advice in [
         (1 << 16, r"the locked-memory limit is 64 KiB: raise it \(`ulimit -l unlimited`"),
@@ -60,7 +60,7 @@ def test_memory_that_cuda_does_not_pin(cupy: FakeCupy, monkeypatch: pytest.Monke
             copier.pinned.add(memoryview(bytearray(128 << 10)))
 
 
-def test_copies(cupy: FakeCupy) -> None:
+def test_copies_run_with_and_without_pinned_memory(cupy: FakeCupy) -> None:
     copier = CudaCopier(1)
     contract: Copier = copier
     layout = KVLayout.mha(layers=4, kv_heads=2, head_dim=8)
@@ -85,7 +85,7 @@ def test_copies(cupy: FakeCupy) -> None:
     assert cupy.device_stack == []
 
 
-def test_a_region_that_is_only_read(cupy: FakeCupy) -> None:
+def test_a_read_only_region_is_registered_as_such(cupy: FakeCupy) -> None:
     """As the extents of a daemon's arena are to its clients."""
     copier = CudaCopier(1)
     copier.pinned.add(memoryview(bytes(4096)))
@@ -101,7 +101,7 @@ def test_time_is_in_seconds(cupy: FakeCupy) -> None:
 
 
 @pytest.mark.parametrize(("torch", "stream"), [(None, 0), (False, 0), (True, 77)], ids=["none", "unused", "used"])
-def test_the_stream_of_the_engine(torch: bool | None, stream: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_engines_current_stream_is_used(torch: bool | None, stream: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """A torch without CUDA has no streams to ask for."""
 
     def current(index: int) -> Any:

@@ -61,7 +61,7 @@ def compiled(file: str, option: str, kind: str) -> bytes:
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 @pytest.mark.parametrize("file", FILES)
-def test_with_nvrtc(file: str, architecture: str) -> None:
+def test_kernels_compile_with_nvrtc(file: str, architecture: str) -> None:
     cubin = compiled(file, f"-arch=sm_{architecture}", "CUBIN")
     missing = [name for name in FILES[file] if f"\0{name}\0".encode() not in cubin]
     assert missing == []
@@ -74,7 +74,7 @@ def ptx(file: str) -> dict[str, str]:
     return {body.split("(")[0]: body for body in text.split(".visible .entry ")[1:]}
 
 
-def test_a_kernel_has_no_other_name() -> None:
+def test_kernel_names_equal_the_sources() -> None:
     assert {file: sorted(ptx(file)) for file in FILES} == {file: sorted(names) for file, names in FILES.items()}
 
 
@@ -112,7 +112,7 @@ def test_no_product_is_fused_or_flushed(name: str) -> None:
 
 
 @pytest.mark.parametrize("file", FILES)
-def test_with_nvcc(file: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
+def test_kernels_compile_with_nvcc(file: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
     """Nothing goes through local memory but a register over the call of a division: a job is read where it came in."""
     nvcc = shutil.which("nvcc")
     if not nvcc:

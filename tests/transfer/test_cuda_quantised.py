@@ -62,14 +62,14 @@ class TestNumbers:
         theirs = element.narrow(values.copy(), dtype)
         np.testing.assert_array_equal(call(f"narrow_{NUMBERS[dtype]}", values, theirs.dtype), theirs)
 
-    def test_e4m3_as_the_codec_has_it(self) -> None:
+    def test_e4m3_equals_the_codec(self) -> None:
         values = some_floats(464)
         np.testing.assert_array_equal(call("code_Fp8", values, np.uint8), fp8.quantise_e4m3(values.copy()))
         ours = call("value_Fp8", np.arange(256, dtype=np.uint8), np.float32)
         np.testing.assert_array_equal(ours, fp8.E4M3_VALUES)
         np.testing.assert_array_equal(np.signbit(ours[:-1]), np.signbit(fp8.E4M3_VALUES[:-1]))
 
-    def test_integers_as_the_codec_has_them(self) -> None:
+    def test_int8_equals_the_codec(self) -> None:
         values = np.concatenate([some_floats(127.49), np.arange(-127, 127, dtype=np.float32) + np.float32(0.5)])
         np.testing.assert_array_equal(call("code_Int8", values, np.int8), np.rint(values).astype(np.int8))
         codes = np.arange(-128, 128, dtype=np.int8)
@@ -110,7 +110,7 @@ def numbers(draw: st.DrawFn, *, wild: bool) -> tuple[Engine, NDArray[np.uint8]]:
 @formats
 @pytest.mark.parametrize("wild", [False, True], ids=["numbers", "bits"])
 @given(data=st.data())
-def test_the_bytes_are_the_codecs(form: Format, wild: bool, data: st.DataObject) -> None:
+def test_quantised_bytes_equal_the_codecs(form: Format, wild: bool, data: st.DataObject) -> None:
     e, content = data.draw(numbers(wild=wild))
     e.memory[:] = content[: len(e.memory)]
     shift = data.draw(st.sampled_from([0, 4, 8, 1]))
@@ -143,7 +143,7 @@ def test_the_bytes_are_the_codecs(form: Format, wild: bool, data: st.DataObject)
 
 @formats
 @dtypes
-def test_more_than_one_launch(form: Format, dtype: str) -> None:
+def test_many_blocks_take_several_launches(form: Format, dtype: str) -> None:
     """More roots and more blocks than a job holds, of the shape that is read 16 bytes at a time."""
     layout = KVLayout.mha(layers=33, kv_heads=2, head_dim=16, dtype=dtype)
     e = engine(layout, 0, layout.whole[0], 130, axes=("layer", "kv", "page", "token", "head"), offset=16)
@@ -168,7 +168,7 @@ def test_more_than_one_launch(form: Format, dtype: str) -> None:
 
 
 @pytest.mark.parametrize(("shift", "offset", "count"), [(0, 0, "wide"), (8, 16, "wide"), (4, 0, "one"), (0, 8, "one")])
-def test_elements_go_together_where_both_sides_are_aligned(shift: int, offset: int, count: str) -> None:
+def test_aligned_elements_are_vectorised(shift: int, offset: int, count: str) -> None:
     layout = KVLayout.mha(layers=2, kv_heads=1, head_dim=8)
     e = engine(layout, 0, layout.whole[0], 2, axes=("layer", "kv", "page", "token", "head"), offset=offset)
     e = replace(e, pages=replace(e.pages, device="cuda:0"))
@@ -187,14 +187,14 @@ def test_elements_go_together_where_both_sides_are_aligned(shift: int, offset: i
 @pytest.mark.parametrize(
     "group", [Group(layers=1, head_dim=8, dtype="fp8_e4m3"), Group(layers=1, kind="opaque", opaque_bytes=64)]
 )
-def test_what_is_no_number_is_refused(form: Format, group: Group) -> None:
+def test_an_unsupported_group_kind_or_dtype_is_refused(form: Format, group: Group) -> None:
     e = engine(KVLayout((group,)), 0, group.whole, 2, axes=("layer", "kv", "page", "token", "head"))
     with pytest.raises(LayoutError, match="expected mha or mla of bf16, fp32, fp16"):
         QuantisedPages(form, e.pages)
 
 
 @formats
-def test_elements_across_their_own_size_are_refused(form: Format) -> None:
+def test_misaligned_elements_are_refused(form: Format) -> None:
     layout = KVLayout.mha(layers=2, kv_heads=1, head_dim=8)
     e = engine(layout, 0, layout.whole[0], 2, axes=("layer", "kv", "page", "token", "head"), offset=3)
     e = replace(e, pages=replace(e.pages, device="cuda:0"))
