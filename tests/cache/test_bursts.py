@@ -62,7 +62,7 @@ def test_a_chain_longer_than_the_tier_keeps_its_head() -> None:
     cache.close()
 
 
-def test_old_chains_leave_tails_first_for_new_ones() -> None:
+def test_old_chains_are_evicted_tails_first() -> None:
     cache = open_host(16)
     chains = [[1000 * i + t for t in range(4 * 8)] for i in range(3)]
     for tokens in chains:
@@ -75,7 +75,7 @@ def test_old_chains_leave_tails_first_for_new_ones() -> None:
     cache.close()
 
 
-def test_what_a_request_holds_stays() -> None:
+def test_held_blocks_are_not_evicted() -> None:
     cache = open_host(16)
     kept = list(range(4 * 4))
     put(cache, kept)
@@ -92,7 +92,7 @@ def test_what_a_request_holds_stays() -> None:
     cache.close()
 
 
-def test_holds_together_take_at_most_a_quarter() -> None:
+def test_holds_take_at_most_a_quarter_of_host_memory() -> None:
     cache = open_host(16)
     chains = [[1000 * i + t for t in range(4 * 4)] for i in range(4)]
     requests = []
@@ -111,7 +111,7 @@ def test_holds_together_take_at_most_a_quarter() -> None:
     cache.close()
 
 
-def test_a_collected_request_that_was_not_closed_holds_nothing() -> None:
+def test_a_garbage_collected_request_releases_its_holds() -> None:
     cache = open_host(16)
     put(cache, list(range(4 * 4)))
     r = cache.namespace(LAYOUT, model="m", revision="r").request()
@@ -127,7 +127,7 @@ def test_a_collected_request_that_was_not_closed_holds_nothing() -> None:
 
 
 @pytest.mark.parametrize("turns", [40])
-def test_models_of_other_block_sizes_take_turns(turns: int) -> None:
+def test_models_of_different_block_sizes_share_host_memory(turns: int) -> None:
     cache = open_host(16)
     for turn in range(turns):
         layout = (LAYOUT, SMALL)[turn % 2]
@@ -191,7 +191,7 @@ class Full(MemoryTier):
         return super().submit(op, addresses, segments, priority=priority, deadline=deadline, on_outcome=on_outcome)
 
 
-def test_a_drive_that_can_write_nothing_keeps_what_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_drive_that_refuses_writes_keeps_its_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     drive = Full()
     monkeypatch.setattr("kvcache.cache.factory.open_lower_tiers", lambda settings, os_env, serves: [drive])
     cache = open_host(16)
@@ -216,9 +216,7 @@ def test_a_drive_that_can_write_nothing_keeps_what_it_has(monkeypatch: pytest.Mo
     cache.close()
 
 
-def test_a_burst_over_a_drive_that_hangs_neither_blocks_nor_errs(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_burst_over_a_hung_drive_neither_blocks_nor_fails(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     stuck = Stuck()
     monkeypatch.setattr("kvcache.cache.factory.open_lower_tiers", lambda settings, os_env, serves: [stuck])
     cache = open_host(16, flow={"queue_blocks": 6})
@@ -258,7 +256,7 @@ class Restless(MemoryTier):
         return super().submit(op, *arguments, **more)
 
 
-def test_a_flush_waits_for_what_was_stored_before_it_and_not_for_what_comes_after(
+def test_a_flush_waits_only_for_earlier_stores(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     drive = Restless(lambda number: put(cache, [1000 * number + t for t in range(4)]))
@@ -272,7 +270,7 @@ def test_a_flush_waits_for_what_was_stored_before_it_and_not_for_what_comes_afte
     cache.close()
 
 
-def test_a_task_without_a_thread_holds_nothing_and_blocks_none(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_refused_thread_leaves_no_holds(monkeypatch: pytest.MonkeyPatch) -> None:
     def refused(_: Callable[[], None]) -> None:
         raise RuntimeError("no more threads")
 
@@ -293,7 +291,7 @@ def test_a_task_without_a_thread_holds_nothing_and_blocks_none(monkeypatch: pyte
     cache.close()
 
 
-def test_whatever_a_flush_waits_for_has_the_time_that_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_flush_step_gets_the_remaining_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
     cache, given, time = open_host(8), list[float | None](), [0.0]
 
     def waits(timeout_s: float | None) -> bool:
@@ -316,7 +314,7 @@ def test_whatever_a_flush_waits_for_has_the_time_that_is_left(monkeypatch: pytes
     cache.close()
 
 
-def test_a_flush_waits_for_the_stores_that_were_begun_before_it() -> None:
+def test_a_flush_waits_for_stores_already_begun() -> None:
     cache = open_host(8)
     last, answers = cache.tier_manager.begin_store(), list[bool]()
     flushes = threading.Thread(target=lambda: answers.append(bool(cache.flush(120))))

@@ -20,7 +20,7 @@ def opened(place: Path) -> Any:
 
 
 @pytest.mark.parametrize("layout", [FULL, HYBRID], ids=["full", "hybrid"])
-def test_one_namespace_is_forgotten(layout: Any, tmp_path: Path) -> None:
+def test_clear_removes_one_namespace(layout: Any, tmp_path: Path) -> None:
     tokens, engine = list(range(32)), Engine(layout)
     with opened(tmp_path) as cache:
         mine, others = bind(cache, layout), bind(cache, layout, model="other")

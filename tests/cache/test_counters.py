@@ -63,7 +63,7 @@ def turn(cache: Cache, chain: int, blocks: int, name: str) -> None:
         assert r.store(pages(), ids(blocks - brought.blocks), first_block=brought.blocks).wait(30)
 
 
-def test_whose_a_request_is_labels_what_is_said_of_it_and_no_key(tmp_path: Path) -> None:
+def test_agent_and_session_label_events_and_not_keys(tmp_path: Path) -> None:
     with closing(opened(tmp_path)) as cache:
         names = dict[str, list[bytes]]()
         for agent, session in (("planner", "one"), ("critic", "x" * 1000), (None, None)):
@@ -118,7 +118,7 @@ def test_events_add_up_to_the_counters(turns: list[tuple[int, int]], queue: int)
                 assert meaning(metric, label, labels[label])
 
 
-def test_a_damaged_record_is_refused_and_said(tmp_path: Path) -> None:
+def test_a_damaged_record_is_refused_and_reported(tmp_path: Path) -> None:
     with closing(opened(tmp_path)) as cache:
         turn(cache, 0, BLOCKS, "first")
         assert cache.flush(30)
@@ -147,7 +147,7 @@ def with_copies_later() -> tuple[OsEnv, DeferredExecutor]:
     return OsEnv(executor=executor), later
 
 
-def test_what_was_begun_before_a_bypass_ends_with_what_it_has(tmp_path: Path) -> None:
+def test_requests_open_at_a_bypass_finish_normally(tmp_path: Path) -> None:
     os_env, later = with_copies_later()
     with closing(opened(tmp_path, os_env)) as cache:
         with bound(cache).request() as r:
@@ -171,7 +171,7 @@ def test_what_was_begun_before_a_bypass_ends_with_what_it_has(tmp_path: Path) ->
         assert cache.check() == []
 
 
-def test_a_bypassed_cache_needs_no_thread_that_could_hang(tmp_path: Path) -> None:
+def test_a_bypassed_cache_uses_no_threads(tmp_path: Path) -> None:
     os_env, later = with_copies_later()
     with closing(opened(tmp_path, os_env)) as cache:
         cache.bypass.set("on")
@@ -184,7 +184,7 @@ def test_a_bypassed_cache_needs_no_thread_that_could_hang(tmp_path: Path) -> Non
         assert cache.flush(0)
 
 
-def test_nothing_is_brought_near_for_a_request_that_was_bypassed(tmp_path: Path) -> None:
+def test_a_bypassed_request_promotes_no_blocks(tmp_path: Path) -> None:
     with closing(opened(tmp_path)) as cache:
         turn(cache, 0, BLOCKS, "first")
         assert cache.flush(30)
@@ -198,7 +198,7 @@ def test_nothing_is_brought_near_for_a_request_that_was_bypassed(tmp_path: Path)
 
 
 @pytest.mark.parametrize("mode", ["off", "on", "loads", "stores"])
-def test_a_mode_is_two_flags(mode: Any) -> None:
+def test_a_bypass_mode_sets_its_two_flags(mode: Any) -> None:
     bypass = Bypass()
     bypass.set(mode)
     assert bypass.mode == mode
@@ -233,7 +233,7 @@ def test_a_fault_of_a_request_is_logged_with_its_id(tmp_path: Path, caplog: pyte
         assert cache.check() == []
 
 
-def test_an_audit_tells_index_and_tier_apart(tmp_path: Path) -> None:
+def test_check_reports_index_and_tier_that_differ(tmp_path: Path) -> None:
     with closing(opened(tmp_path)) as cache:
         turn(cache, 0, BLOCKS, "first")
         assert cache.flush(30)

@@ -104,7 +104,7 @@ def ids(layout: KVLayout, first: int, count: int) -> list[list[int]]:
 @pytest.mark.parametrize("layout", [LAYOUT, HYBRID], ids=["one", "hybrid"])
 @given(seed=st.integers(0, 1 << 32), blocks=st.integers(1, 10), drive=st.booleans())
 @settings(max_examples=25)
-def test_a_store_waits_for_what_was_computed_and_a_load_for_what_is_read(
+def test_stores_and_loads_wait_for_the_engines_stream(
     layout: KVLayout, seed: int, blocks: int, drive: bool, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     """The engine goes on with its stream as soon as `store` and `load` return."""
@@ -134,7 +134,7 @@ def test_a_store_waits_for_what_was_computed_and_a_load_for_what_is_read(
             assert (back[:, :, blocks - wanted :] == 1.0).all()
 
 
-def test_a_layer_is_there_before_the_load_is_over() -> None:
+def test_wait_layer_returns_before_the_load_ends() -> None:
     device, later = LazyHostDevice(7), DeferredExecutor()
     with opened(device, copies=later) as cache:
         engine = Engine(device, LAYOUT)
@@ -162,7 +162,7 @@ def test_a_layer_is_there_before_the_load_is_over() -> None:
         assert all(there and not done for _, there, done in seen)
 
 
-def test_a_layer_of_a_load_that_fails_is_not_waited_for_for_ever() -> None:
+def test_wait_layer_ends_if_the_load_fails() -> None:
     device, later = HostDevice(), DeferredExecutor()
     with opened(device, copies=later) as cache:
         engine = Engine(device, LAYOUT)
@@ -200,7 +200,7 @@ def test_the_arena_is_pinned_for_a_device_until_it_is_freed() -> None:
     assert copier.pinned._regions == [], "closing unpins"
 
 
-def test_where_nothing_can_be_pinned_copies_work_and_it_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_unpinnable_memory_is_copied_and_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     device = HostDevice(pinning=False)
     with caplog.at_level(logging.WARNING, "kvcache"), opened(device) as cache:
         engine = Engine(device, LAYOUT)
@@ -215,7 +215,7 @@ def test_where_nothing_can_be_pinned_copies_work_and_it_is_said_once(caplog: pyt
     assert "locked-memory limit" in said
 
 
-def test_pages_of_two_devices_have_a_copier_each() -> None:
+def test_each_device_has_its_own_copier() -> None:
     made: list[int] = []
 
     def make(index: int) -> Any:
@@ -233,7 +233,7 @@ def test_pages_of_two_devices_have_a_copier_each() -> None:
     copiers.close()
 
 
-def test_without_a_way_to_the_device_the_engine_is_told_at_its_first_call() -> None:
+def test_a_missing_device_copier_fails_the_first_call() -> None:
     with opened(HostDevice()) as cache:
 
         def make(index: int) -> Any:

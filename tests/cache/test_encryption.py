@@ -100,7 +100,7 @@ def kept(cache: Any, engine: Engine) -> None:
     wait_background(cache)  # a concurrent writer has files that come and go
 
 
-def test_nothing_of_a_payload_lies_there_and_all_of_it_comes_back(opened: Open, tier: str, tmp_path: Path) -> None:
+def test_lower_tiers_hold_no_plaintext(opened: Open, tier: str, tmp_path: Path) -> None:
     engine, expected = filled()
     kept(opened("one"), engine)
     there = medium(tier, tmp_path)
@@ -110,7 +110,7 @@ def test_nothing_of_a_payload_lies_there_and_all_of_it_comes_back(opened: Open, 
     assert load(bind(opened("one")), Engine(FULL)) == ({tier: 10}, expected)
 
 
-def test_without_encryption_they_do(opened: Open, tier: str, tmp_path: Path) -> None:
+def test_without_encryption_lower_tiers_hold_plaintext(opened: Open, tier: str, tmp_path: Path) -> None:
     """The search above finds what there is to find."""
     engine, expected = filled()
     kept(opened(), engine)
@@ -118,7 +118,7 @@ def test_without_encryption_they_do(opened: Open, tier: str, tmp_path: Path) -> 
     assert all(block[:16] in there for block in expected)
 
 
-def test_rotation(opened: Open, tier: str) -> None:
+def test_key_rotation_reads_records_of_the_old_key(opened: Open, tier: str) -> None:
     """A new key is put first: what the old one encrypted is read for as long as it stands behind."""
     engine, expected = filled()
     kept(opened("one"), engine)
@@ -137,7 +137,7 @@ def test_a_reader_without_the_key_misses_and_leaves_the_record(opened: Open, tie
     assert load(bind(opened("one")), Engine(FULL))[1] == expected
 
 
-def test_what_was_not_encrypted_is_read_where_that_is_asked_for(opened: Open, tier: str) -> None:
+def test_accept_unencrypted_reads_unencrypted_records(opened: Open, tier: str) -> None:
     engine, expected = filled()
     kept(opened(), engine)
     cache = opened("one")
@@ -147,7 +147,7 @@ def test_what_was_not_encrypted_is_read_where_that_is_asked_for(opened: Open, ti
 
 
 @pytest.mark.parametrize("tier", ["nvme"])
-def test_a_scrub_takes_what_was_not_encrypted_from_the_drive(opened: Open, tier: str, tmp_path: Path) -> None:
+def test_a_scrub_removes_unencrypted_records(opened: Open, tier: str, tmp_path: Path) -> None:
     """Its bytes too; what is encrypted stays, and so does all while it is read, or where there are no keys."""
     engine, expected = filled()
     kept(opened(), engine)
@@ -172,7 +172,9 @@ def test_a_scrub_takes_what_was_not_encrypted_from_the_drive(opened: Open, tier:
 @pytest.mark.skipif(bool(MISSING), reason=MISSING)
 @pytest.mark.parametrize("tier", ["redis"])
 @pytest.mark.parametrize("signing", [False, True], ids=["unsigned", "signed"])
-def test_the_encryption_cannot_be_taken_out(opened: Open, tier: str, signing: bool, tmp_path: Path) -> None:
+def test_a_record_with_its_encryption_removed_is_refused(
+    opened: Open, tier: str, signing: bool, tmp_path: Path
+) -> None:
     """Whoever can write to the server drops the field, and makes all checksums anew."""
     engine, _ = filled()
     kept(opened("one", signing=signing), engine)
@@ -196,7 +198,7 @@ def test_the_encryption_cannot_be_taken_out(opened: Open, tier: str, signing: bo
 
 
 @pytest.mark.parametrize("codec", ["zstd", "fp8"])
-def test_behind_a_codec(opened: Open, tier: str, codec: str) -> None:
+def test_encryption_works_with_a_codec(opened: Open, tier: str, codec: str) -> None:
     if tier != "nvme":
         pytest.skip("only a drive has a codec")
     layout = kvcache.KVLayout.mha(layers=1, kv_heads=2, head_dim=64, dtype="fp32", block_tokens=4)
@@ -217,6 +219,6 @@ def test_behind_a_codec(opened: Open, tier: str, codec: str) -> None:
     assert np.array_equal(values, before) if codec == "zstd" else np.allclose(values, before, atol=0.2)
 
 
-def test_a_file_of_no_keys_is_refused_at_start(opened: Open, tmp_path: Path) -> None:
+def test_a_key_file_without_keys_is_refused_at_start(opened: Open, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"encryption\.key_file"):
         kvcache.open(nvme={"enabled": False}, encryption={"key_file": str(tmp_path / "none")})

@@ -93,7 +93,7 @@ ALL = {"host", "nvme", "redis", "object"}
 
 
 @pytest.mark.parametrize("how", ["tenant", "cache_salt", "namespace"])
-def test_no_byte_of_it_is_left_in_any_tier(opened: Any, tmp_path: Path, how: str) -> None:
+def test_erase_leaves_no_byte_in_any_tier(opened: Any, tmp_path: Path, how: str) -> None:
     cache = opened()
     mine, others = bind(cache, "mine", "my secret salt"), bind(cache, "other")
     blocks, rest = kept(mine), kept(others)
@@ -111,7 +111,7 @@ def test_no_byte_of_it_is_left_in_any_tier(opened: Any, tmp_path: Path, how: str
     assert found(mine) == 10
 
 
-def test_what_was_stored_before_a_restart_is_found_by_its_tenant(opened: Any, tmp_path: Path) -> None:
+def test_erase_finds_a_tenants_blocks_after_a_restart(opened: Any, tmp_path: Path) -> None:
     """Nobody has the namespace bound any more: the tiers know whose it is."""
     cache = opened()
     blocks, rest = kept(bind(cache, "mine", "salt")), kept(bind(cache, "other"))
@@ -126,7 +126,7 @@ def test_what_was_stored_before_a_restart_is_found_by_its_tenant(opened: Any, tm
     assert found(bind(opened(), "other")) == 10
 
 
-def test_what_was_evicted_before_is_overwritten_too(opened: Any, tmp_path: Path) -> None:
+def test_erase_overwrites_evicted_records(opened: Any, tmp_path: Path) -> None:
     """A slot that is free has what was in it until it is used again."""
     cache = opened()
     mine = bind(cache, "mine")
@@ -142,7 +142,7 @@ def test_what_was_evicted_before_is_overwritten_too(opened: Any, tmp_path: Path)
     assert lies(cache, tmp_path, blocks) == set()
 
 
-def test_all_that_is_given_must_fit(opened: Any) -> None:
+def test_erase_matches_all_given_criteria(opened: Any) -> None:
     cache = opened()
     spaces = {(t, s): bind(cache, t, s) for t in ("a", "b") for s in ("", "x")}
     for bound in spaces.values():
@@ -160,7 +160,7 @@ def test_all_that_is_given_must_fit(opened: Any) -> None:
             cache.erasure.erase(**given)
 
 
-def test_a_tier_that_does_not_answer_is_said(opened: Any, tmp_path: Path) -> None:
+def test_erase_reports_a_tier_that_does_not_answer(opened: Any, tmp_path: Path) -> None:
     server = RedisServer()
     try:
         cache = opened(server)
@@ -180,7 +180,7 @@ def everything(cache: Any) -> list[Any]:
     return [cache.host, *cache.lower_tiers]
 
 
-def test_what_may_be_anybodys_goes_only_by_its_id_alone(opened: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_namespace_of_unknown_owner_is_erased_by_id_only(opened: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     cache = opened()
     mine = bind(cache, "mine")
     kept(mine)
@@ -210,7 +210,7 @@ def test_erase_reports_pending_stores(opened: Any, monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.parametrize(("stores", "said"), [(2, set()), (99, {"nvme"})])
-def test_an_engine_that_goes_on_storing_is_met_for_some_rounds(
+def test_erase_repeats_while_an_engine_stores(
     opened: Any, monkeypatch: pytest.MonkeyPatch, stores: int, said: set[str]
 ) -> None:
     """What comes meanwhile goes in the next round; who never stops is said, and the erasure ends."""
@@ -237,7 +237,7 @@ def test_an_engine_that_goes_on_storing_is_met_for_some_rounds(
     assert (found(mine) > 0) == bool(said)
 
 
-def test_whose_a_namespace_is_is_noted_until_it_is_kept(opened: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_owner_notes_are_retried_until_written(opened: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     cache = opened()
 
     def refuse(*_: Any) -> None:
@@ -258,7 +258,7 @@ def test_whose_a_namespace_is_is_noted_until_it_is_kept(opened: Any, monkeypatch
     assert noted() == [True] * 3  # it is bound, and may go on storing
 
 
-def test_a_server_that_does_not_let_its_keys_be_listed_is_said(opened: Any) -> None:
+def test_erase_reports_a_server_that_refuses_scans(opened: Any) -> None:
     server = RedisServer()
     try:
         cache = opened(server)
@@ -277,7 +277,7 @@ def test_a_server_that_does_not_let_its_keys_be_listed_is_said(opened: Any) -> N
         server.end()
 
 
-def test_parts_of_a_record_whose_head_was_evicted_go_too(opened: Any, tmp_path: Path) -> None:
+def test_erase_removes_orphaned_record_parts(opened: Any, tmp_path: Path) -> None:
     cache = opened()
     mine, other = bind(cache, "mine"), bind(cache, "other")
     kept(mine)
@@ -295,7 +295,7 @@ def test_parts_of_a_record_whose_head_was_evicted_go_too(opened: Any, tmp_path: 
     client.delete(parts["other"])
 
 
-def test_a_file_is_overwritten_before_it_goes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_erase_overwrites_a_file_before_deleting_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     gone: list[bytes] = []
     remove = LocalDisk.remove
 
@@ -326,7 +326,7 @@ def test_erase_overwrites_copies_of_a_pending_store() -> None:
     assert bytes(region.view) == bytes(4096)
 
 
-def test_a_server_learns_no_name_of_a_tenant(opened: Any, tmp_path: Path) -> None:
+def test_no_tenant_name_is_sent_to_a_server(opened: Any, tmp_path: Path) -> None:
     cache = opened()
     kept(bind(cache, "customer of ours", "my secret salt"))
     assert cache.flush(30)

@@ -97,7 +97,7 @@ def found(bound: Any) -> int:
         return int(final_match(r, TOKENS).blocks)
 
 
-def test_the_naive_one(clock: Clock) -> None:
+def test_the_naive_cache_expires_blocks(clock: Clock) -> None:
     """The model: a dict that forgets."""
     cache = NaiveCache(clock)
     kept(bind(cache), 1, ttl_s=60)
@@ -108,7 +108,7 @@ def test_the_naive_one(clock: Clock) -> None:
 
 
 @pytest.mark.parametrize("layout", [FULL, HYBRID], ids=["full", "hybrid"])
-def test_until_its_end_and_no_longer(opened: Any, clock: Clock, layout: Any) -> None:
+def test_a_block_is_a_hit_until_its_ttl_ends(opened: Any, clock: Clock, layout: Any) -> None:
     cache = opened("nvme")
     bound = bind(cache, layout)
     expected = kept(bound, 1, ttl_s=60)
@@ -129,7 +129,7 @@ def test_until_its_end_and_no_longer(opened: Any, clock: Clock, layout: Any) -> 
     assert found(bound) == 10
 
 
-def test_a_namespace_has_one_and_a_request_another(opened: Any, clock: Clock) -> None:
+def test_a_requests_ttl_overrides_the_namespaces(opened: Any, clock: Clock) -> None:
     cache = opened()
     bound = cache.namespace(FULL, model="m", revision="1", ttl_s=600)
     same = cache.namespace(FULL, model="m", revision="1")
@@ -147,7 +147,7 @@ def test_a_namespace_has_one_and_a_request_another(opened: Any, clock: Clock) ->
     assert found(same) == 4
 
 
-def test_what_left_meanwhile_and_was_stored_anew_stays(opened: Any, clock: Clock) -> None:
+def test_a_block_stored_again_without_ttl_stays(opened: Any, clock: Clock) -> None:
     cache = opened()
     bound = bind(cache)
     kept(bound, 1, ttl_s=60)
@@ -162,7 +162,7 @@ def out_of_host(cache: Cache) -> None:
     cache.host.remove([victim.address for victim in cache.index.evict(cache.host.name, 10)])
 
 
-def test_the_last_word_on_a_block_counts(opened: Any, clock: Clock) -> None:
+def test_the_last_store_decides_a_blocks_ttl(opened: Any, clock: Clock) -> None:
     """Also where only the drive has it, which no caller asks for its end."""
     cache = opened("nvme")
     bound = bind(cache)
@@ -176,9 +176,7 @@ def test_the_last_word_on_a_block_counts(opened: Any, clock: Clock) -> None:
     assert load(bound, Engine(FULL)) == ({"nvme": 10}, expected)
 
 
-def test_what_was_not_removed_is_found_and_tried_again(
-    opened: Any, clock: Clock, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failed_removal_is_tried_again(opened: Any, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
     cache = opened("nvme")
     bound = bind(cache)
     kept(bound, 1, ttl_s=60)
@@ -210,7 +208,7 @@ def test_what_was_not_removed_is_found_and_tried_again(
     assert cache.counters.get("expired_blocks", tier="nvme") == 10
 
 
-def test_a_sweep_takes_some_and_no_request_gets_the_rest(
+def test_expired_blocks_miss_before_a_sweep_removes_them(
     opened: Any, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cache = opened("nvme")
@@ -236,7 +234,7 @@ def noted(cache: Cache) -> int:
     return sum(len(run.addresses) for run in cache.expiry._ends)
 
 
-def test_what_is_noted_is_bounded(opened: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_expiry_notes_are_bounded(opened: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     cache = opened("nvme")
     bound = bind(cache)
     kept(bound, 1, ttl_s=60)
@@ -257,7 +255,7 @@ def test_what_is_noted_is_bounded(opened: Any, monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.parametrize("meanwhile", ["forgotten", "over"])
-def test_a_block_demoted_from_host_keeps_its_end(
+def test_a_block_demoted_from_host_keeps_its_ttl(
     opened: Any, clock: Clock, monkeypatch: pytest.MonkeyPatch, meanwhile: str
 ) -> None:
     """No tier has it while its copy waits to be written, and what is noted of ends is looked through then, or the end
@@ -290,7 +288,7 @@ def test_a_block_demoted_from_host_keeps_its_end(
         assert there & set(r.signatures) == set()
 
 
-def test_learning_stops_at_close(opened: Any) -> None:
+def test_close_stops_the_expiry_scan(opened: Any) -> None:
     cache = opened()
     asked = []
 
@@ -312,7 +310,7 @@ _REDIS = pytest.param("redis", marks=pytest.mark.skipif(bool(MISSING), reason=MI
 @pytest.mark.parametrize(
     "tier", ["nvme", "object", pytest.param("redis", marks=pytest.mark.skipif(bool(MISSING), reason=MISSING))]
 )
-def test_another_process_knows_it_too(opened: Any, clock: Clock, tier: str, encrypted: bool) -> None:
+def test_another_process_reads_the_ttl(opened: Any, clock: Clock, tier: str, encrypted: bool) -> None:
     """After a restart, or on another machine: what comes near keeps its end."""
     cache = opened(tier, encrypted=encrypted)
     expected = kept(bind(cache), 1, ttl_s=60)
@@ -355,7 +353,7 @@ def test_after_a_restart_the_drive_removes_expired_blocks(opened: Any, clock: Cl
 
 
 @pytest.mark.skipif(bool(MISSING), reason=MISSING)
-def test_a_server_forgets_it_by_itself(opened: Any, tmp_path: Path) -> None:
+def test_a_server_expires_its_keys(opened: Any, tmp_path: Path) -> None:
     cache = opened("redis")
     bound = bind(cache)
     kept(bound, 1, ttl_s=600, end=5)
@@ -369,7 +367,7 @@ def test_a_server_forgets_it_by_itself(opened: Any, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("ttl_s", [0, -1, float("nan"), float("inf"), "soon"])
-def test_no_time_to_come_is_refused(opened: Any, ttl_s: Any) -> None:
+def test_a_ttl_that_is_not_positive_is_refused(opened: Any, ttl_s: Any) -> None:
     cache = opened()
     with pytest.raises(RequestError, match="ttl_s"):
         bind(cache).request(ttl_s=ttl_s)
@@ -377,7 +375,7 @@ def test_no_time_to_come_is_refused(opened: Any, ttl_s: Any) -> None:
         cache.namespace(FULL, model="m", revision="1", ttl_s=ttl_s)
 
 
-def test_store_is_the_same_without_one(opened: Any, clock: Clock) -> None:
+def test_blocks_without_ttl_never_expire(opened: Any, clock: Clock) -> None:
     cache = opened("nvme", "object")
     bound = bind(cache)
     engine = Engine(FULL)

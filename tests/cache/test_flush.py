@@ -70,7 +70,7 @@ def nvme(cache: Cache, timeout_s: float = 30) -> TierFlush:
     return tier
 
 
-def test_a_flush_counts_what_reached_a_tier_since_the_last(drive: Drive) -> None:
+def test_a_flush_counts_blocks_written_since_the_last_flush(drive: Drive) -> None:
     with open_host(32) as cache:
         put(cache, FIRST)
         assert nvme(cache) == TierFlush(reached=8)
@@ -104,7 +104,7 @@ def test_a_drive_that_refuses_makes_flush_and_close_fail(drive: Drive, outcome: 
     assert cache.close() == cache.flush() == report
 
 
-def test_a_flush_offers_again_what_a_drive_refused(drive: Drive) -> None:
+def test_a_flush_retries_blocks_that_a_drive_refused(drive: Drive) -> None:
     drive.refuses = Outcome.FAILED
     with open_host(32) as cache:
         put(cache, FIRST)
@@ -114,7 +114,7 @@ def test_a_flush_offers_again_what_a_drive_refused(drive: Drive) -> None:
         assert cache.check() == []
 
 
-def test_a_close_offers_again_what_a_drive_refused(drive: Drive) -> None:
+def test_a_close_retries_blocks_that_a_drive_refused(drive: Drive) -> None:
     drive.refuses = Outcome.FAILED
     cache = open_host(32)
     put(cache, FIRST)
@@ -123,7 +123,7 @@ def test_a_close_offers_again_what_a_drive_refused(drive: Drive) -> None:
     assert cache.close().tiers == {"nvme": TierFlush(reached=8)}
 
 
-def test_a_flush_brings_a_long_chain_through_a_short_queue(drive: Drive) -> None:
+def test_a_flush_writes_a_chain_longer_than_the_queue(drive: Drive) -> None:
     drive.go.clear()
     with open_host(32, flow={"queue_blocks": 3}) as cache:
         put(cache, list(range(4 * 32)))
@@ -148,7 +148,7 @@ def test_a_block_that_left_host_memory_is_reported_once(drive: Drive) -> None:
         assert cache.tier_manager.flush(30, watch=cache.tier_manager.watch()), "a later one does not"
 
 
-def test_a_loss_that_no_flush_reported_is_a_later_caller_s(drive: Drive) -> None:
+def test_an_unreported_loss_is_in_the_next_flush(drive: Drive) -> None:
     drive.refuses = Outcome.FAILED
     with open_host(8) as cache:
         put(cache, FIRST)
@@ -157,7 +157,7 @@ def test_a_loss_that_no_flush_reported_is_a_later_caller_s(drive: Drive) -> None
         assert cache.tier_manager.flush(30, watch=cache.tier_manager.watch()).tiers["nvme"].lost == 8
 
 
-def test_an_erased_block_is_no_loss(drive: Drive) -> None:
+def test_a_flush_does_not_count_erased_blocks_as_lost(drive: Drive) -> None:
     drive.refuses = Outcome.FAILED
     with open_host(32) as cache:
         put(cache, FIRST)
@@ -166,7 +166,7 @@ def test_an_erased_block_is_no_loss(drive: Drive) -> None:
         assert nvme(cache) == TierFlush()
 
 
-def test_an_audit_takes_no_report_away(drive: Drive) -> None:
+def test_check_leaves_flush_reports_unchanged(drive: Drive) -> None:
     drive.refuses = Outcome.FAILED
     with open_host(8) as cache:
         put(cache, FIRST)
@@ -177,7 +177,7 @@ def test_an_audit_takes_no_report_away(drive: Drive) -> None:
         assert nvme(cache).lost == 8
 
 
-def test_a_sync_that_fails_is_no_success(drive: Drive) -> None:
+def test_a_failed_sync_fails_the_flush(drive: Drive) -> None:
     with open_host(32) as cache:
         put(cache, FIRST)
         drive.syncs = False
@@ -213,7 +213,7 @@ def test_a_fleet_s_flush_passes_over_earlier_refusals(drive: Drive) -> None:
         assert cache.tier_manager.flush(30, watch=watch, fleet=True).tiers == {}
 
 
-def test_a_redis_that_is_away_is_no_success() -> None:
+def test_an_unreachable_redis_fails_the_flush() -> None:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         url = f"redis://127.0.0.1:{probe.getsockname()[1]}/0"
@@ -228,7 +228,7 @@ def test_a_redis_that_is_away_is_no_success() -> None:
         assert (report.tiers["redis"].refused, bool(report), bool(cache.close())) == (8, False, False)
 
 
-def test_a_tier_that_takes_nothing_is_no_failure(tmp_path: Path) -> None:
+def test_a_tier_with_write_mode_off_does_not_fail_a_flush(tmp_path: Path) -> None:
     settings = {"path": tmp_path, "capacity_bytes": "16MiB", "min_free_bytes": 0, "write": "off"}
     with kvcache.open(host={"capacity_bytes": "1MiB"}, nvme=settings, control={"enabled": False}) as cache:
         put(cache, FIRST)

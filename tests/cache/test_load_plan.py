@@ -130,7 +130,7 @@ speeds = st.floats(-6.0, -3.0).map(lambda exponent: 10.0**exponent)  # a million
 
 @given(rates, speeds, st.integers(0, 1 << 30))
 @settings(max_examples=100)
-def test_steady_it_loses_less_than_a_twentieth(drive_rate: float, token_s: float, seed: int) -> None:
+def test_regret_is_below_5_percent_when_steady(drive_rate: float, token_s: float, seed: int) -> None:
     rng = random.Random(seed)
     world = World(drive_rate=drive_rate, token_s=token_s)
     plan = plan_of(world)
@@ -147,7 +147,7 @@ def test_steady_it_loses_less_than_a_twentieth(drive_rate: float, token_s: float
     st.integers(0, 1 << 30),
 )
 @settings(max_examples=100)
-def test_across_a_sudden_change_it_loses_less_than_a_fifth(
+def test_regret_is_below_20_percent_across_a_change(
     drive_rate: float, token_s: float, change: tuple[str, float, int], seed: int
 ) -> None:
     rng = random.Random(seed)
@@ -160,7 +160,7 @@ def test_across_a_sudden_change_it_loses_less_than_a_fifth(
 
 
 @pytest.mark.parametrize("drive_rate", [1e3, 1e5, 1e6])
-def test_a_drive_whose_reads_are_always_late_is_left_alone(drive_rate: float) -> None:
+def test_a_drive_with_late_reads_is_not_used(drive_rate: float) -> None:
     """What comes in time is little, or nothing: the plan learns from that too, and waits for the drive no more."""
     world, rng = World(drive_rate=drive_rate), random.Random(3)
     plan = plan_of(world)
@@ -171,7 +171,7 @@ def test_a_drive_whose_reads_are_always_late_is_left_alone(drive_rate: float) ->
     assert regret(world, plan, rng, 100) < 0.05, "and is read again when it is well"
 
 
-def test_what_is_left_out_is_regretted_once_it_is_known() -> None:
+def test_regret_of_skipped_loads_is_counted_once_known() -> None:
     """A drive that was slow and is fast again: the metric says what leaving its blocks alone has cost meanwhile."""
     counters, lost = Counters(), 0.0
     for seed in range(8):
@@ -187,7 +187,7 @@ def test_what_is_left_out_is_regretted_once_it_is_known() -> None:
 
 
 @pytest.mark.parametrize("own", [True, False])
-def test_a_prefix_s_rest_is_regretted_whichever_request_loads(own: bool) -> None:
+def test_regret_of_a_prefixs_rest_counts_for_any_request(own: bool) -> None:
     """Where a rank loads for a scheduler, the scheduler settles what it left out, and the rank what it loaded."""
     counters, world = Counters(), World()
     plan = plan_of(world, counters)
@@ -217,7 +217,7 @@ def begun_before(plan: LoadPlan, size_bytes: int, seconds: float) -> TierRead:
     return reading
 
 
-def test_choices_whose_regret_stays_unknown_are_counted_and_bounded() -> None:
+def test_choices_of_unknown_regret_are_bounded() -> None:
     counters, world = Counters(), World()
     plan = plan_of(world, counters)
     plan.computed(NAMESPACE, 1000, 0.1)
@@ -234,7 +234,7 @@ def test_choices_whose_regret_stays_unknown_are_counted_and_bounded() -> None:
     assert not any(plan._open.values()), "where nothing was found nothing was chosen"
 
 
-def test_no_call_works_through_more_than_a_few_choices(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_call_settles_a_bounded_number_of_choices(monkeypatch: pytest.MonkeyPatch) -> None:
     """While it holds what a request has to wait for: however many choices are open, and of whatever tier."""
     world, looks, asked = World(), [0], LatencyModel.seconds
     plan = plan_of(world)
@@ -277,14 +277,14 @@ def test_no_call_works_through_more_than_a_few_choices(monkeypatch: pytest.Monke
         assert looked(call) <= (CHOICES_PER_READ + 1) * most
 
 
-def test_without_the_plan_the_same_traffic_loses_much() -> None:
+def test_without_the_plan_regret_is_high() -> None:
     world = World(drive_rate=2e7, token_s=1e-5)
     plan = plan_of(world)
     plan.enabled = False
     assert regret(world, plan, random.Random(1), 100) > 1.0
 
 
-def test_until_an_engine_tells_everything_is_loaded() -> None:
+def test_all_hits_are_loaded_until_compute_times_are_known() -> None:
     plan = plan_of(World())
     assert plan.choose(NAMESPACE, 1000, 16, [TierSpan("redis", 60, 1 << 40)]).blocks == 60
     plan.computed(NAMESPACE, 1000, 0.1)
@@ -294,14 +294,14 @@ def test_until_an_engine_tells_everything_is_loaded() -> None:
     assert plan.choose(b"o" * 32, 1000, 16, [TierSpan("redis", 60, 1 << 40)]).blocks == 60, "another engine's"
 
 
-def test_a_prefix_is_loaded_up_to_a_point_and_computed_behind_it() -> None:
+def test_a_plan_loads_a_head_and_computes_the_tail() -> None:
     plan = plan_of(World())
     plan.computed(NAMESPACE, 1000, 0.1)
     spans = [TierSpan("host", 20, 20 << 20), TierSpan("nvme", 20, 20 << 20), TierSpan("redis", 20, 1 << 40)]
     assert plan.choose(NAMESPACE, 1000, 16, spans).blocks == 40
 
 
-def test_what_a_tier_has_to_read_first_counts() -> None:
+def test_queued_reads_count_in_the_plan() -> None:
     plan = plan_of(World())
     plan.computed(NAMESPACE, 1600, 0.2)
     spans = [TierSpan("nvme", 100, 100 << 20)]
@@ -313,7 +313,7 @@ def test_what_a_tier_has_to_read_first_counts() -> None:
 
 
 @pytest.mark.parametrize(("brought", "late"), [(0, False), (10 << 10, False), (0, True)])
-def test_what_was_not_there_teaches_nothing_of_how_fast_a_tier_is(brought: int, late: bool) -> None:
+def test_missing_blocks_do_not_train_the_latency_model(brought: int, late: bool) -> None:
     """Nor does a reading that had less time than it should have needed."""
     world = World()
     plan = plan_of(world)
@@ -325,7 +325,7 @@ def test_what_was_not_there_teaches_nothing_of_how_fast_a_tier_is(brought: int, 
     assert plan.read_bytes_per_s("redis") is None
 
 
-def test_the_metric_is_the_regret_of_what_was_loaded() -> None:
+def test_the_metric_counts_the_regret_of_loaded_blocks() -> None:
     counters, world = Counters(), World(noise=0.0)
     plan = plan_of(world, counters)
     plan.computed(NAMESPACE, 1000, 0.1)
@@ -339,7 +339,7 @@ def test_the_metric_is_the_regret_of_what_was_loaded() -> None:
 
 
 @given(st.lists(st.tuples(st.floats(0, 40), st.floats(-6, 3)), max_size=60), st.floats(0, 40))
-def test_a_pace_is_finite_positive_and_knows_its_samples(samples: list[tuple[float, float]], size: float) -> None:
+def test_a_latency_model_stays_finite_and_positive(samples: list[tuple[float, float]], size: float) -> None:
     pace = LatencyModel(1e-3, 1e-9)
     for exponent, seconds in samples:
         pace.learn(2.0**exponent, 10.0**seconds)
@@ -351,7 +351,7 @@ def test_a_pace_is_finite_positive_and_knows_its_samples(samples: list[tuple[flo
     assert pace.seconds(2.0**size) == pytest.approx(0.5, rel=0.01)
 
 
-def test_two_odd_samples_of_five_change_nothing() -> None:
+def test_two_outliers_of_five_do_not_change_the_model() -> None:
     pace = LatencyModel(0.0, 1e-9)
     for _ in range(10):
         pace.learn(1e6, 1e-3)

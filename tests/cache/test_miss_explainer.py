@@ -71,7 +71,7 @@ def misses(cache: Cache) -> dict[str, int]:
     return found
 
 
-def test_cold_then_found() -> None:
+def test_a_first_prompt_is_a_cold_miss() -> None:
     with closing(opened()) as cache:
         assert turn(cache, range(40), "one") == "cold"
         assert turn(cache, range(40), "two") == ""
@@ -83,14 +83,14 @@ def test_cold_then_found() -> None:
         assert "other" not in told
 
 
-def test_cold_though_it_was_asked_for_before() -> None:
+def test_a_prompt_never_stored_stays_cold() -> None:
     with closing(opened()) as cache:
         turn(cache, range(40), "one", store=False)
         assert turn(cache, range(40), "two") == "cold"
         assert story(cache, "two")["other"]["request"] == "one"
 
 
-def test_evicted_when_by_whom_at_what_age() -> None:
+def test_an_evicted_miss_names_time_policy_and_age() -> None:
     with closing(opened(host="240KiB")) as cache:
         turn(cache, range(40), "one")
         for chain in range(1, 4):
@@ -104,7 +104,7 @@ def test_evicted_when_by_whom_at_what_age() -> None:
         assert misses(cache) == {"cold": 4, "evicted": 1}
 
 
-def test_diverged_at_a_token_and_meeting_again() -> None:
+def test_a_diverged_miss_names_token_and_resync_point() -> None:
     ours, theirs = list(range(64)), list(range(64))
     theirs[22:24] = [501, 502, 503]  # another timestamp, one token longer
     with closing(opened()) as cache:
@@ -120,7 +120,7 @@ def test_diverged_at_a_token_and_meeting_again() -> None:
         assert told["meet"]["tokens"] >= 30
 
 
-def test_diverged_within_the_first_block_and_not_for_a_few_tokens_alone() -> None:
+def test_divergence_in_the_first_block_needs_enough_tokens() -> None:
     wide = KVLayout.mha(layers=1, kv_heads=1, head_dim=4, block_tokens=16)
     with closing(opened()) as cache:
 
@@ -137,7 +137,7 @@ def test_diverged_within_the_first_block_and_not_for_a_few_tokens_alone() -> Non
         assert ask([*range(5), *range(200, 255)], "other") == "cold"
 
 
-def test_diverged_behind_the_answer_of_an_earlier_request() -> None:
+def test_divergence_behind_an_earlier_answer_is_found() -> None:
     with closing(opened()) as cache:
         bound = cache.namespace(LAYOUT, model="m", revision="r")
         with bound.request(id="first") as r:
@@ -151,7 +151,7 @@ def test_diverged_behind_the_answer_of_an_earlier_request() -> None:
         assert (told["token"], told["ours"][0], told["theirs"][0]) == (26, 99, 56)
 
 
-def test_diverged_at_a_token_of_a_prompt_that_was_named_by_digests() -> None:
+def test_divergence_is_found_in_prompts_given_as_digests() -> None:
     ours, theirs = list(range(40)), list(range(40))
     theirs[22] = 501
     with closing(opened()) as cache:
@@ -181,7 +181,7 @@ def test_diverged_at_a_token_of_a_prompt_that_was_named_by_digests() -> None:
         ("facts", {"rope": 2}, {"facts.rope": ["2", "None"]}),
     ],
 )
-def test_apart_and_by_which_field(field: str, value: Any, differs: dict[str, list[str]]) -> None:
+def test_a_namespace_mismatch_names_the_field(field: str, value: Any, differs: dict[str, list[str]]) -> None:
     with closing(opened()) as cache:
         turn(cache, range(40), "one")
         assert turn(cache, range(40), "two", **{field: value}) == "cold", "an answer tells nothing of other tenants"
@@ -193,14 +193,14 @@ def test_apart_and_by_which_field(field: str, value: Any, differs: dict[str, lis
         assert "secret" not in str(told)
 
 
-def test_not_apart_where_the_other_namespace_has_nothing() -> None:
+def test_an_empty_namespace_is_no_namespace_mismatch() -> None:
     with closing(opened()) as cache:
         turn(cache, range(40), "one", store=False)
         turn(cache, range(40), "two", tenant="t")
         assert misses(cache) == {"cold": 2}
 
 
-def test_store_dropped_where_there_was_no_room() -> None:
+def test_a_store_dropped_for_capacity_is_the_reason() -> None:
     with closing(opened(host="72KiB")) as cache:
         assert turn(cache, range(40), "one") == "cold"
         hit_reason = turn(cache, range(40), "two")
@@ -210,7 +210,7 @@ def test_store_dropped_where_there_was_no_room() -> None:
         assert meaning("drops", "reason", told["why"])
 
 
-def test_refused_for_a_damaged_record(tmp_path: Path) -> None:
+def test_a_damaged_record_is_a_verification_failure(tmp_path: Path) -> None:
     with closing(opened(tmp_path)) as cache:
         turn(cache, range(40), "one")
         assert cache.flush(30)
@@ -228,7 +228,7 @@ def test_refused_for_a_damaged_record(tmp_path: Path) -> None:
         assert turn(cache, [*range(40), *range(90, 98)], "three") == "cold"
 
 
-def test_counted_once_however_often_it_is_asked() -> None:
+def test_a_miss_is_counted_once_per_request() -> None:
     with closing(opened()) as cache:
         bound = cache.namespace(LAYOUT, model="m", revision="r")
         with bound.request() as r:
@@ -246,7 +246,7 @@ def test_counted_once_however_often_it_is_asked() -> None:
         assert misses(cache) == {"cold": 1}, "what is not admitted is not counted"
 
 
-def test_without_memory_nothing_is_kept() -> None:
+def test_zero_history_keeps_no_prompts() -> None:
     with closing(opened(memory="0")) as cache:
         turn(cache, range(40), "one")
         assert turn(cache, [*range(20), *range(100, 120)], "two") == "cold"
@@ -256,7 +256,7 @@ def test_without_memory_nothing_is_kept() -> None:
 # the parts
 
 
-def test_what_is_kept_of_a_prompt_does_not_change_with_the_buffer() -> None:
+def test_recorded_prompts_are_copies_of_the_buffer() -> None:
     for ids in (np.arange(16, dtype=np.uint32), np.arange(16, dtype=np.int64), np.arange(32, dtype=np.uint32)[::2]):
         mine, before = kept(ids), ids.tolist()
         ids[:] = 7
@@ -275,7 +275,7 @@ def test_what_is_kept_of_a_prompt_does_not_change_with_the_buffer() -> None:
 
 
 @given(st.lists(st.integers(0, 2), max_size=40), st.lists(st.integers(0, 2), max_size=40))
-def test_shared_is_the_common_front(one: list[int], other: list[int]) -> None:
+def test_shared_tokens_is_the_common_prefix_length(one: list[int], other: list[int]) -> None:
     def front(a: list[Any], b: list[Any]) -> int:
         return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
 
@@ -285,7 +285,7 @@ def test_shared_is_the_common_front(one: list[int], other: list[int]) -> None:
 
 
 @given(st.lists(st.integers(0, 9), max_size=20), st.lists(st.integers(10, 19), max_size=20), st.integers(8, 60))
-def test_two_that_part_meet_again(ours: list[int], theirs: list[int], after: int) -> None:
+def test_resync_point_finds_the_common_rest(ours: list[int], theirs: list[int], after: int) -> None:
     same = list(range(100, 100 + after))
     met = resync_point(np.array([*ours, *same], np.uint32), np.array([*theirs, *same], np.uint32))
     assert met == (len(ours), len(theirs), after)
@@ -293,7 +293,7 @@ def test_two_that_part_meet_again(ours: list[int], theirs: list[int], after: int
 
 
 @given(st.lists(st.tuples(st.integers(0, 5), st.integers(1, 8)), max_size=60), st.integers(200, 3000))
-def test_the_ring_is_bounded_and_finds_what_it_has(prompts: list[tuple[int, int]], most: int) -> None:
+def test_the_request_ring_is_bounded_and_searchable(prompts: list[tuple[int, int]], most: int) -> None:
     ring, model = RecentRequests(most, requests=10), []
     for number, (chain, blocks) in enumerate(prompts):
         packed = b"".join(bytes([chain, i]).ljust(32, b"\0") for i in range(blocks))
@@ -311,7 +311,7 @@ def test_the_ring_is_bounded_and_finds_what_it_has(prompts: list[tuple[int, int]
 
 
 @given(st.lists(st.tuples(st.integers(0, 30), st.sampled_from(["host", "nvme"])), max_size=100))
-def test_the_last_that_was_heard_of_a_block_is_remembered(events: list[tuple[int, str]]) -> None:
+def test_eviction_history_keeps_the_last_event_of_a_block(events: list[tuple[int, str]]) -> None:
     lost, model = EvictionHistory(SystemClock(), blocks=8), {}
     for clock, (block, tier) in enumerate(events):
         lost.add([bytes([block])], "evicted", tier=tier, why="lru", clock=clock)
@@ -324,7 +324,7 @@ def test_the_last_that_was_heard_of_a_block_is_remembered(events: list[tuple[int
             assert (fate.tier, fate.clock) == model[recent]
 
 
-def test_what_was_never_written_below_was_lost_by_the_write() -> None:
+def test_a_failed_write_below_is_the_reason_of_the_miss() -> None:
     lost = EvictionHistory(SystemClock())
     lost.add([b"a"], "store_failed", tier="nvme", why="failed", clock=1)
     lost.add([b"a", b"b"], "evicted", tier="host", why="lru", clock=2)

@@ -68,7 +68,7 @@ def load(bound: Any, engine: Engine, tokens: Any = TOKENS) -> tuple[dict[str, in
 
 
 @pytest.mark.parametrize("layout", [FULL, HYBRID], ids=["full", "hybrid"])
-def test_what_one_process_stored_the_other_finds_and_keeps_near(opened: Open, layout: Any) -> None:
+def test_another_process_loads_and_promotes_stored_blocks(opened: Open, layout: Any) -> None:
     one, other, engine = opened(), opened("nvme"), Engine(layout)
     engine.fill(1, list(range(10)))
     expected = [engine.block(page) for page in range(10)]
@@ -82,7 +82,7 @@ def test_what_one_process_stored_the_other_finds_and_keeps_near(opened: Open, la
 
 
 @pytest.mark.skipif(bool(MISSING), reason=MISSING)
-def test_redis_is_asked_before_it(opened: Open, tmp_path: Path) -> None:
+def test_redis_is_asked_before_the_object_store(opened: Open, tmp_path: Path) -> None:
     """The first half is in Redis too, the rest only in the store."""
     server, engine = empty(tmp_path), Engine(FULL)
     engine.fill(2, list(range(10)))
@@ -98,7 +98,7 @@ def test_redis_is_asked_before_it(opened: Open, tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(bool(MISSING), reason=MISSING)
-def test_what_left_redis_comes_from_the_store(opened: Open, tmp_path: Path) -> None:
+def test_blocks_evicted_from_redis_load_from_the_store(opened: Open, tmp_path: Path) -> None:
     """It was promised from there: the load asks the next tier, and the prefix is as long as it was."""
     server, engine = empty(tmp_path), Engine(FULL)
     engine.fill(3, list(range(10)))
@@ -117,7 +117,7 @@ def test_what_left_redis_comes_from_the_store(opened: Open, tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("mode", ["write_through", "on_second_use", "off"])
-def test_write_modes(opened: Open, tmp_path: Path, mode: str) -> None:
+def test_write_modes_decide_when_blocks_reach_the_store(opened: Open, tmp_path: Path, mode: str) -> None:
     cache, engine = opened(write=mode), Engine(FULL)
     store(bind(cache), engine, TOKENS, list(range(10)))
     assert cache.flush(30)
@@ -130,7 +130,7 @@ def test_write_modes(opened: Open, tmp_path: Path, mode: str) -> None:
         assert final_match(r).blocks == (0 if mode == "off" else 10)
 
 
-def test_two_that_compute_the_same_at_once_store_one_copy(opened: Open, tmp_path: Path) -> None:
+def test_concurrent_stores_leave_one_copy(opened: Open, tmp_path: Path) -> None:
     caches, engine = [opened() for _ in range(3)], Engine(FULL)
     engine.fill(5, list(range(10)))
     threads = [threading.Thread(target=store, args=(bind(cache), engine, TOKENS, list(range(10)))) for cache in caches]
@@ -146,7 +146,7 @@ def test_two_that_compute_the_same_at_once_store_one_copy(opened: Open, tmp_path
     assert sum(len(pack.table.rows) for pack in objects.inspector.packs()) == 10
 
 
-def test_a_store_that_is_emptied_is_a_miss(opened: Open, tmp_path: Path) -> None:
+def test_an_emptied_store_is_a_miss(opened: Open, tmp_path: Path) -> None:
     one, other, engine = opened(), opened(), Engine(FULL)
     store(bind(one), engine, TOKENS, list(range(10)))
     assert one.flush(30)

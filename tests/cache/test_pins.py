@@ -57,7 +57,7 @@ def flood(bound: Any, first: int, times: int = 8) -> None:
         store(bound, tokens(seed, 16), seed)
 
 
-def test_what_is_pinned_stays_until_its_time(cache: Cache, clock: Clock) -> None:
+def test_a_pinned_prefix_stays_until_the_pin_ends(cache: Cache, clock: Clock) -> None:
     bound = bound_to(cache)
     ids = tokens(1, 6)
     store(bound, ids, 1)
@@ -76,7 +76,7 @@ def test_what_is_pinned_stays_until_its_time(cache: Cache, clock: Clock) -> None
     assert (cache.pins.all(), pinned(cache), cache.index.held()) == ([], 0, 0)
 
 
-def test_unpinned_it_leaves_like_any_other(cache: Cache) -> None:
+def test_an_unpinned_prefix_is_evicted_normally(cache: Cache) -> None:
     bound = bound_to(cache)
     store(bound, tokens(1, 4), 1)
     pin = cache.pins.pin(bound, packed(bound, tokens(1, 4)), 60)
@@ -112,7 +112,7 @@ def test_pins_are_bounded_in_number(cache: Cache, monkeypatch: pytest.MonkeyPatc
     assert cache.index.held() == 0
 
 
-def test_what_makes_no_sense_is_refused(cache: Cache) -> None:
+def test_invalid_pins_are_refused(cache: Cache) -> None:
     bound = bound_to(cache)
     with pytest.raises(ConfigError, match="no block of this prefix"):
         cache.pins.pin(bound, packed(bound, tokens(1, 4)), 60)
@@ -123,7 +123,7 @@ def test_what_makes_no_sense_is_refused(cache: Cache) -> None:
     assert cache.index.held() == 0
 
 
-def test_a_cleared_namespace_is_gone_though_it_was_pinned(cache: Cache) -> None:
+def test_clear_removes_a_pinned_namespace(cache: Cache) -> None:
     bound = bound_to(cache)
     store(bound, tokens(1, 4), 1)
     pin = cache.pins.pin(bound, packed(bound, tokens(1, 4)), 60)

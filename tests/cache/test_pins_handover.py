@@ -52,7 +52,7 @@ def told(cache: Cache) -> list[dict[str, Any]]:
     return [pin.told() for pin in cache.pins.all()]
 
 
-def test_they_go_on_under_their_numbers_until_their_end(make: Callable[..., Cache], clock: Clock) -> None:
+def test_pins_keep_their_numbers_and_end_after_a_handover(make: Callable[..., Cache], clock: Clock) -> None:
     old = make()
     kept(old, 1)
     kept(old, 2, seconds=600)
@@ -76,9 +76,7 @@ def test_they_go_on_under_their_numbers_until_their_end(make: Callable[..., Cach
     assert there(bound, tokens(2, 4)) == 0
 
 
-def test_one_that_ended_meanwhile_or_whose_blocks_did_not_come_is_none(
-    make: Callable[..., Cache], clock: Clock
-) -> None:
+def test_an_ended_or_empty_pin_is_not_taken_over(make: Callable[..., Cache], clock: Clock) -> None:
     old = make()
     kept(old, 1, seconds=10)
     flood(bound_to(old), 10, times=2)
@@ -95,7 +93,7 @@ def test_one_that_ended_meanwhile_or_whose_blocks_did_not_come_is_none(
     assert told(last) == [pin]
 
 
-def test_what_is_pinned_comes_first_however_long_ago_it_was_used(make: Callable[..., Cache]) -> None:
+def test_pinned_blocks_are_handed_over_first(make: Callable[..., Cache]) -> None:
     old = make()
     bound = bound_to(old)
     store(bound, tokens(1, 2), 1)
@@ -109,7 +107,7 @@ def test_what_is_pinned_comes_first_however_long_ago_it_was_used(make: Callable[
 
 
 @pytest.mark.parametrize(("extents", "kept_on"), [(1, 8), (4, 16)])
-def test_what_of_a_pin_is_not_kept_on_is_said(
+def test_a_partly_lost_pin_is_logged(
     make: Callable[..., Cache], extents: int, kept_on: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     old = make()
@@ -120,7 +118,7 @@ def test_what_of_a_pin_is_not_kept_on_is_said(
     assert ("pin 1: previous process held 16 tokens, 8 continue" in caplog.text) == (kept_on < 16)
 
 
-def test_one_of_which_nothing_came_is_said(make: Callable[..., Cache], caplog: pytest.LogCaptureFixture) -> None:
+def test_a_fully_lost_pin_is_logged(make: Callable[..., Cache], caplog: pytest.LogCaptureFixture) -> None:
     old = make()
     kept(old, 1)
     table, descriptors = left(old)
@@ -130,7 +128,7 @@ def test_one_of_which_nothing_came_is_said(make: Callable[..., Cache], caplog: p
     assert "pin 1: previous process held 16 tokens, 0 continue" in caplog.text
 
 
-def test_no_number_comes_twice(make: Callable[..., Cache]) -> None:
+def test_pin_numbers_are_not_reused_after_a_handover(make: Callable[..., Cache]) -> None:
     old = make()
     kept(old, 1, 2)
     old.pins.unpin(2)
@@ -146,9 +144,7 @@ def test_no_number_comes_twice(make: Callable[..., Cache]) -> None:
 
 
 @pytest.mark.parametrize("change", [{}, {"last_pin": "many"}, {"last_pin": -1}])
-def test_a_last_number_that_is_missing_or_makes_no_sense_costs_nothing_else(
-    make: Callable[..., Cache], change: dict[str, Any]
-) -> None:
+def test_a_bad_last_pin_number_loses_no_pins(make: Callable[..., Cache], change: dict[str, Any]) -> None:
     old = make()
     kept(old, 1)
     table, descriptors = left(old)
@@ -163,7 +159,7 @@ def test_a_last_number_that_is_missing_or_makes_no_sense_costs_nothing_else(
     assert [pin["pin"] for pin in told(successor)] == [1, 2]
 
 
-def test_a_table_without_them_is_taken(make: Callable[..., Cache]) -> None:
+def test_a_table_without_pins_is_accepted(make: Callable[..., Cache]) -> None:
     old = make()
     kept(old, 1)
     table, descriptors = left(old)
@@ -189,9 +185,7 @@ def test_a_table_without_them_is_taken(make: Callable[..., Cache]) -> None:
         {"signature": None},
     ],
 )
-def test_what_makes_no_sense_is_not_kept_and_costs_no_record(
-    make: Callable[..., Cache], change: dict[str, Any]
-) -> None:
+def test_an_invalid_pin_is_dropped_without_losing_records(make: Callable[..., Cache], change: dict[str, Any]) -> None:
     old = make()
     kept(old, 1, 2)
     table, descriptors = left(old)

@@ -60,7 +60,7 @@ def ask(cache: Cache, name: str) -> tuple[int, str]:
         return hit.blocks, hit.reason
 
 
-def test_what_comes_later_than_it_is_computed_is_not_found(tmp_path: Path) -> None:
+def test_blocks_slower_than_recomputing_are_no_hit(tmp_path: Path) -> None:
     with closing(below(tmp_path)) as cache:
         slow(cache)
         assert ask(cache, "untold")[0] == 10, "until the engine tells"
@@ -74,14 +74,14 @@ def test_what_comes_later_than_it_is_computed_is_not_found(tmp_path: Path) -> No
         assert 0 < told["plan"]["compute_s"] < 1
 
 
-def test_a_setting_turns_it_off(tmp_path: Path) -> None:
+def test_a_setting_disables_the_plan(tmp_path: Path) -> None:
     with closing(below(tmp_path, plan={"enabled": False})) as cache:
         slow(cache)
         cache.namespace(LAYOUT, model="m", revision="r").computed(40, 0.1)
         assert ask(cache, "told")[0] == 10
 
 
-def test_what_is_in_host_is_loaded_and_only_the_rest_computed(tmp_path: Path) -> None:
+def test_host_blocks_are_loaded_and_the_rest_computed(tmp_path: Path) -> None:
     with closing(below(tmp_path)) as cache:
         assert turn(cache, range(16), "brings four blocks to host") == ""
         slow(cache)
@@ -93,7 +93,7 @@ def test_what_is_in_host_is_loaded_and_only_the_rest_computed(tmp_path: Path) ->
         assert 0 < rate < 1e6, "as it was of late"
 
 
-def test_a_slow_tier_is_tried_again_and_what_it_brings_stays(tmp_path: Path) -> None:
+def test_a_slow_tier_is_probed_again(tmp_path: Path) -> None:
     with closing(below(tmp_path)) as cache:
         slow(cache)
         cache.namespace(LAYOUT, model="m", revision="r").computed(40, 0.1)
@@ -104,7 +104,7 @@ def test_a_slow_tier_is_tried_again_and_what_it_brings_stays(tmp_path: Path) -> 
         assert cache.check() == []
 
 
-def test_a_choice_to_load_nothing_is_settled_and_regretted_once_its_tier_is_known(tmp_path: Path) -> None:
+def test_a_choice_to_load_nothing_is_settled_later(tmp_path: Path) -> None:
     with closing(below(tmp_path)) as cache:
         slow(cache)
         bound, counted = cache.namespace(LAYOUT, model="m", revision="r"), cache.counters.get
@@ -125,9 +125,7 @@ def test_a_choice_to_load_nothing_is_settled_and_regretted_once_its_tier_is_know
         assert 0 < counted("plan_regret_seconds") < counted("planned_seconds")
 
 
-def test_a_tier_whose_reads_are_late_is_not_asked_again_and_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_tier_with_late_reads_is_not_asked_repeatedly(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with closing(below(tmp_path)) as cache:
         (drive,) = cache.lower_tiers
 
@@ -148,7 +146,7 @@ def test_a_tier_whose_reads_are_late_is_not_asked_again_and_again(
         assert cache.counters.get("plan_regret_seconds") > 0
 
 
-def test_how_long_a_load_took_is_known_as_soon_as_it_is_done(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_done_load_has_its_duration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     settled, seen = BlockTransfer.settle_run, []
 
     def watched(transfer: BlockTransfer, first: int, end: int, outcome: Outcome) -> None:
@@ -166,7 +164,7 @@ def test_how_long_a_load_took_is_known_as_soon_as_it_is_done(tmp_path: Path, mon
 
 
 @pytest.mark.parametrize("broken", ["holds.release", "plan.copied"])
-def test_a_load_ends_whatever_fails_after_it(
+def test_a_load_ends_though_its_callbacks_fail(
     broken: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     with closing(below(tmp_path)) as cache:
@@ -193,7 +191,7 @@ def test_a_load_ends_whatever_fails_after_it(
         assert cache.check() == []
 
 
-def test_a_bound_that_is_told_nonsense_stands(tmp_path: Path) -> None:
+def test_invalid_compute_times_are_ignored(tmp_path: Path) -> None:
     with closing(below(tmp_path)) as cache:
         bound = cache.namespace(LAYOUT, model="m", revision="r")
         for tokens, seconds in ((0, 1.0), (-5, 1.0), (40, 0.0), (40, float("nan")), (40, float("inf")), (40, -1.0)):
@@ -216,7 +214,7 @@ def test_spans_are_the_runs_of_the_nearest_tier() -> None:
     assert spans(index, [(place, 10)], needs(LAYOUT), packed, {}) == []
 
 
-def test_a_prefix_with_a_window_is_taken_or_left_as_a_whole() -> None:
+def test_a_windowed_prefix_is_loaded_wholly_or_not_at_all() -> None:
     whole = Group(kind="mha", layers=1, kv_heads=1, head_dim=4, dtype="fp32")
     window = Group(kind="mha", layers=1, kv_heads=1, head_dim=4, dtype="fp32", rule="window", window_tokens=8)
     layout = KVLayout(groups=(whole, window), block_tokens=4)
@@ -227,7 +225,7 @@ def test_a_prefix_with_a_window_is_taken_or_left_as_a_whole() -> None:
     assert np.all([span.bytes > 0 for span in found])
 
 
-def test_what_came_of_a_plan_is_counted_where_a_rank_loads_what_a_scheduler_found(tmp_path: Path) -> None:
+def test_a_ranks_load_settles_the_schedulers_plan(tmp_path: Path) -> None:
     """By a request of its own, which no scheduler admits; or by one that joins the scheduler's."""
     with closing(below(tmp_path)) as cache:
         bound = cache.namespace(LAYOUT, model="m", revision="r")

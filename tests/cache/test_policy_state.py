@@ -80,7 +80,7 @@ def states(cache: Cache) -> dict[str, float]:
     return tree
 
 
-def test_a_policy_goes_on_with_its_saved_state(tmp_path: Path) -> None:
+def test_a_policy_continues_from_its_saved_state(tmp_path: Path) -> None:
     with opened(tmp_path) as cache:
         live(cache)
         before, table = cache.index.evidence(), cache.index.policy.values(cache.index.evidence())
@@ -181,7 +181,7 @@ ROWS: list[Any] = [
     | st.tuples(st.just(""), JSON)
 )
 @settings(max_examples=60, deadline=None)
-def test_a_state_that_is_whole_but_of_another_make_is_ignored_and_counted(change: tuple[str, Any]) -> None:
+def test_a_foreign_state_is_ignored_and_counted(change: tuple[str, Any]) -> None:
     name, value = change
     index = Index(["host", "nvme"], POLICIES["hazard"]())
     cost_classes, counters = CostClasses(index, ["host", "nvme"], Quotas()), Counters()
@@ -214,7 +214,7 @@ def test_a_state_that_is_whole_but_of_another_make_is_ignored_and_counted(change
     assert cost_classes.evict("host", 1, tenant="t") == []
 
 
-def test_when_a_namespace_was_used_last_is_known_after_a_restart_whatever_the_policy(tmp_path: Path) -> None:
+def test_last_uses_of_namespaces_survive_a_restart(tmp_path: Path) -> None:
     with opened(tmp_path) as cache:
         live(cache, 1)
         (before,) = cache.usage_log.namespaces().items()
@@ -225,7 +225,7 @@ def test_when_a_namespace_was_used_last_is_known_after_a_restart_whatever_the_po
             assert use.requests == 0, "those are of this life"
 
 
-def test_of_many_namespaces_those_used_last_are_told_and_none_from_the_future() -> None:
+def test_only_recent_and_past_uses_are_restored() -> None:
     class Played(SystemClock):
         time = 1000.0
 
@@ -248,7 +248,7 @@ def test_of_many_namespaces_those_used_last_are_told_and_none_from_the_future() 
 
 
 @pytest.mark.parametrize("used", [[], 7, "AAAA", b64encode(LAST_USE.pack(b"n", float("nan"))).decode()])
-def test_uses_that_make_no_sense_are_of_another_make(tmp_path: Path, used: Any) -> None:
+def test_a_state_with_invalid_uses_counts_as_foreign(tmp_path: Path, used: Any) -> None:
     with opened(tmp_path) as cache:
         live(cache, 1)
     head, _, body = (tmp_path / FILE_NAME).read_bytes().split(b"\n", 2)
@@ -260,14 +260,14 @@ def test_uses_that_make_no_sense_are_of_another_make(tmp_path: Path, used: Any) 
         assert cache.usage_log.namespaces() == {}
 
 
-def test_another_policy_s_state_is_no_use(tmp_path: Path) -> None:
+def test_another_policys_state_is_ignored(tmp_path: Path) -> None:
     with opened(tmp_path) as cache:
         live(cache, 1)
     with opened(tmp_path, policy="lru") as cache:
         assert states(cache) == {"foreign": 1}
 
 
-def test_a_drive_that_does_not_take_it_costs_nothing_else(tmp_path: Path) -> None:
+def test_a_failed_state_write_affects_nothing_else(tmp_path: Path) -> None:
     class Refusing(LocalDisk):
         def open(self, path: str, *, create: bool = False, direct: bool = False) -> Any:
             if Path(path).name.startswith(FILE_NAME):
@@ -280,7 +280,7 @@ def test_a_drive_that_does_not_take_it_costs_nothing_else(tmp_path: Path) -> Non
     assert not (tmp_path / FILE_NAME).exists()
 
 
-def test_a_share_holds_after_a_restart_before_its_tenant_comes(tmp_path: Path) -> None:
+def test_a_share_holds_after_a_restart_without_its_tenant(tmp_path: Path) -> None:
     size = 8 * KiB
     share: Any = {"tenants": {"small": {"nvme_guaranteed_bytes": 40 * size}}}
     with opened(tmp_path, **share) as cache:
@@ -296,7 +296,7 @@ def test_a_share_holds_after_a_restart_before_its_tenant_comes(tmp_path: Path) -
         assert cache.index.check() == []
 
 
-def test_the_file_is_bounded(tmp_path: Path) -> None:
+def test_the_state_file_is_bounded(tmp_path: Path) -> None:
     with opened(tmp_path) as cache:
         for i in range(600):
             cache.namespace(SMALL, model=f"a model with a name of some length {i}", revision="r")

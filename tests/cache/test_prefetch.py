@@ -45,7 +45,7 @@ def brought(cache: Cache, seed: int, room: ByteBudget) -> tuple[bool, Prefetcher
     return near.prefetch("test"), near
 
 
-def test_a_chain_whose_blocks_do_not_come_leaves_the_room_to_the_next(tmp_path: Path) -> None:
+def test_a_failed_prefetch_returns_its_byte_budget(tmp_path: Path) -> None:
     keep(tmp_path, 1)
     damage(tmp_path)
     keep(tmp_path, 2)
@@ -59,7 +59,7 @@ def test_a_chain_whose_blocks_do_not_come_leaves_the_room_to_the_next(tmp_path: 
 
 
 @pytest.mark.parametrize("room", [0, BLOCKS * PAYLOAD - 1])
-def test_a_window_comes_whole_or_not(tmp_path: Path, room: int) -> None:
+def test_a_window_is_prefetched_wholly_or_not_at_all(tmp_path: Path, room: int) -> None:
     keep(tmp_path, 1)
     with closing(opened(tmp_path)) as cache:
         whole, near = brought(cache, 1, ByteBudget(room))

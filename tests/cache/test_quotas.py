@@ -46,7 +46,7 @@ def used(cache: Cache, tier: str) -> dict[str, int]:
 
 
 @policies
-def test_a_greedy_tenant_cannot_push_another_below_its_share_of_host(policy: str) -> None:
+def test_a_greedy_tenant_leaves_others_their_host_share(policy: str) -> None:
     with opened(policy, {"small": {"host_guaranteed_bytes": 10 * SLOT}}) as cache:
         for i in range(3):
             assert put(cache, SMALL, i, 5, "small") == 5
@@ -59,7 +59,7 @@ def test_a_greedy_tenant_cannot_push_another_below_its_share_of_host(policy: str
 
 
 @policies
-def test_below_its_share_a_tenant_takes_room_whatever_it_is_worth(policy: str) -> None:
+def test_a_tenant_below_its_share_evicts_any_block(policy: str) -> None:
     with opened(policy, {"late": {"host_guaranteed_bytes": 20 * SLOT}}) as cache:
         for turn in range(6):
             for i in range(6):
@@ -72,7 +72,7 @@ def test_below_its_share_a_tenant_takes_room_whatever_it_is_worth(policy: str) -
 
 
 @policies
-def test_a_quota_of_host_is_never_exceeded_and_its_tenant_makes_room_for_itself(policy: str) -> None:
+def test_a_host_quota_is_never_exceeded(policy: str) -> None:
     with opened(policy, {"bounded": {"host_quota_bytes": 12 * SLOT}}) as cache:
         for i in range(2):
             put(cache, SMALL, i, 5, "other")
@@ -85,7 +85,7 @@ def test_a_quota_of_host_is_never_exceeded_and_its_tenant_makes_room_for_itself(
 
 
 @policies
-def test_the_same_on_the_drive(policy: str, tmp_path: Path) -> None:
+def test_quotas_and_shares_hold_on_the_drive(policy: str, tmp_path: Path) -> None:
     size = record_bytes(SMALL.block_bytes())
     tenants = {"small": {"nvme_guaranteed_bytes": 40 * size}, "bounded": {"nvme_quota_bytes": 24 * size}}
     with opened(policy, tenants, tmp_path) as cache:
@@ -102,7 +102,7 @@ def test_the_same_on_the_drive(policy: str, tmp_path: Path) -> None:
         assert found(cache, SMALL, 339, 4, "bounded") == 4
 
 
-def test_other_sizes_do_not_get_around_a_share(tmp_path: Path) -> None:
+def test_other_block_sizes_respect_a_share(tmp_path: Path) -> None:
     """Where a whole extent or segment would go to make room for another size, a share keeps it."""
     tenants = {"small": {"host_guaranteed_bytes": 10 * SLOT, "nvme_guaranteed_bytes": 30 * SLOT}}
     with opened("lru", tenants, tmp_path) as cache:
@@ -115,7 +115,7 @@ def test_other_sizes_do_not_get_around_a_share(tmp_path: Path) -> None:
         assert used(cache, "nvme")["greedy"] > 0
 
 
-def test_a_share_can_be_changed_while_it_is_in_use() -> None:
+def test_a_share_can_be_changed_at_run_time() -> None:
     with opened("lru", {}) as cache:
         put(cache, SMALL, 0, 10, "small")
         cache.quotas.set("small", "host", Quota(guaranteed_bytes=10 * SLOT))
@@ -177,7 +177,7 @@ def come(index: Index, model: ModelShape, number: int) -> None:
 
 
 @policies
-def test_of_blocks_used_alike_the_one_that_costs_less_to_compute_leaves(policy: str) -> None:
+def test_the_block_cheaper_to_compute_is_evicted(policy: str) -> None:
     index, cost_classes = weighed(policy, {LIGHT: 1e-5, DEAR: 1e-3})
     for i in range(20):
         for model in SPACES:
@@ -221,7 +221,7 @@ CLAIMS = st.tuples(
 @given(st.lists(CLAIMS, max_size=12))
 @example([("a", LIGHT, 2**63, 5e-324), ("a", DEAR, 1, 1e300)])
 @example([("a", LIGHT, 1000, 1e-6), ("a", DEAR, 1, 1e3)])
-def test_no_claim_stops_anybody_or_counts_for_more_than_its_bound(
+def test_compute_claims_do_not_change_other_weights(
     claims: list[tuple[str, ModelShape, int, float]],
 ) -> None:
     index, cost_classes = weighed("lru", {LIGHT: 1e-5, DEAR: 1e-3}, ["c", "c", "a"])
@@ -238,7 +238,7 @@ def test_no_claim_stops_anybody_or_counts_for_more_than_its_bound(
     assert len(cost_classes.evict("host", 3, tenant="b")) == 3
 
 
-def test_stores_go_on_after_a_client_s_mad_claim() -> None:
+def test_stores_continue_after_an_absurd_compute_claim() -> None:
     with opened("lru", {}) as cache:
         bound = cache.namespace(SMALL, model="claimed", revision="r", tenant="mad")
         for tokens, seconds in ((2**63, 5e-324), (1, 1e300), (1, 1e-300), (1000, 0.5)):
@@ -255,7 +255,7 @@ def test_stores_go_on_after_a_client_s_mad_claim() -> None:
     count=st.integers(1, 50),
     own=st.booleans(),
 )
-def test_no_victims_ever_take_a_tenant_below_its_share(
+def test_eviction_never_takes_a_tenant_below_its_share(
     has: list[int], least: list[int], wants: int, count: int, own: bool
 ) -> None:
     names = ["a", "b", "c"]
@@ -278,7 +278,7 @@ def test_no_victims_ever_take_a_tenant_below_its_share(
     assert taken == min(count, may)
 
 
-def test_models_without_end_do_not_get_around_a_share(caplog: pytest.LogCaptureFixture) -> None:
+def test_many_models_do_not_bypass_a_share(caplog: pytest.LogCaptureFixture) -> None:
     index = Index(["host"], POLICIES["lru"]())
     cost_classes = CostClasses(index, ["host"], Quotas())
     for i in range(MAX_CLASSES + 10):

@@ -84,7 +84,7 @@ def found(cache: Cache, of: KVLayout, number: int, blocks: int, tenant: str = "a
     return loaded.blocks
 
 
-def test_a_store_into_a_full_tier_costs_the_same_whatever_the_tier_holds() -> None:
+def test_store_cost_does_not_grow_with_the_tiers_size() -> None:
     blocks, costs = 32, {}
     for slabs in (8, 256):
         with closing(opened(slabs)) as cache:
@@ -101,7 +101,7 @@ def test_a_store_into_a_full_tier_costs_the_same_whatever_the_tier_holds() -> No
 
 
 @pytest.mark.parametrize("drive", [False, True], ids=["host", "host+nvme"])
-def test_sizes_and_tenants_in_turns_for_long(drive: bool, tmp_path: Path, request: pytest.FixtureRequest) -> None:
+def test_mixed_sizes_and_tenants_leave_no_faults(drive: bool, tmp_path: Path, request: pytest.FixtureRequest) -> None:
     """Whatever came before, the next store finds room: the newest chain is always there, whole."""
     turns = 4000 if request.config.getoption("--long") else 400
     rng = random.Random(drive)
@@ -121,7 +121,7 @@ def test_sizes_and_tenants_in_turns_for_long(drive: bool, tmp_path: Path, reques
         assert cache.check() == []
 
 
-def test_a_burst_of_one_size_does_not_take_what_another_model_uses() -> None:
+def test_a_burst_of_one_size_spares_used_blocks_of_another() -> None:
     """Victims leave by value, not because their extent was at hand."""
     with closing(opened(8)) as cache:
         put(cache, MIDDLE, 0, 8)
@@ -131,7 +131,7 @@ def test_a_burst_of_one_size_does_not_take_what_another_model_uses() -> None:
         assert cache.check() == []
 
 
-def test_an_idle_model_releases_all_it_had() -> None:
+def test_an_idle_model_releases_all_its_extents() -> None:
     with closing(opened(8)) as cache:
         for number in range(8):
             put(cache, LARGE, number, 2)
@@ -143,7 +143,7 @@ def test_an_idle_model_releases_all_it_had() -> None:
         assert cache.index.resident("host") == 8 * EXTENT // record_bytes(SMALL.block_bytes())
 
 
-def test_an_extent_empties_by_moving_and_loses_nothing() -> None:
+def test_evacuating_an_extent_loses_no_record() -> None:
     """Every second record of one size is old. Room for the other size takes those, and the rest moves together."""
     with closing(opened(4)) as cache:
         for number in range(48):
@@ -166,7 +166,7 @@ def test_an_extent_empties_by_moving_and_loses_nothing() -> None:
         assert cache.check() == []
 
 
-def test_a_record_that_is_read_stays_where_it_is() -> None:
+def test_a_record_under_read_is_not_moved() -> None:
     with closing(opened(4)) as cache:
         for number in range(48):
             put(cache, SMALL, number, 1)
@@ -181,7 +181,7 @@ def test_a_record_that_is_read_stays_where_it_is() -> None:
         assert cache.check() == []
 
 
-def test_groups_of_unlike_sizes_share_what_room_there_is() -> None:
+def test_groups_of_different_sizes_share_a_full_tier() -> None:
     """A chain of a hybrid model that is longer than the tier keeps its head, and all groups of it."""
     hybrid = KVLayout(
         (
@@ -197,7 +197,7 @@ def test_groups_of_unlike_sizes_share_what_room_there_is() -> None:
         assert cache.check() == []
 
 
-def test_tenants_that_left_leave_nothing_behind() -> None:
+def test_extents_of_departed_tenants_are_released() -> None:
     with closing(opened(4)) as cache:
         for number in range(50):
             put(cache, SMALL, number, 4, tenant=f"t{number}")
@@ -205,7 +205,7 @@ def test_tenants_that_left_leave_nothing_behind() -> None:
         assert len(cache.host.arena._open) <= 4
 
 
-def test_what_a_failing_copy_had_borrowed_comes_back() -> None:
+def test_a_failed_copy_returns_its_slots() -> None:
     """Several windows are under way when the device fails."""
 
     class Broken:
@@ -256,9 +256,7 @@ asked = pytest.mark.parametrize("asked", [flow.MAX_SAMPLED_RECORDS, 3], ids=["al
 
 
 @asked
-def test_the_extent_that_is_worth_least_goes_though_another_is_emptier(
-    asked: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_least_valuable_extent_is_evacuated(asked: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(flow, "MAX_SAMPLED_RECORDS", asked)
     monkeypatch.setattr(flow, "MIN_SAMPLED_RECORDS", 1)
     with closing(opened(3)) as cache:
@@ -274,9 +272,7 @@ def test_the_extent_that_is_worth_least_goes_though_another_is_emptier(
 
 @asked
 @pytest.mark.parametrize("number", range(2, 8))
-def test_an_extent_of_which_something_is_held_stays_whole(
-    number: int, asked: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_extent_with_held_records_is_not_evacuated(number: int, asked: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(flow, "MAX_SAMPLED_RECORDS", asked)
     monkeypatch.setattr(flow, "MIN_SAMPLED_RECORDS", 1)
     with closing(opened(3)) as cache:
@@ -290,7 +286,7 @@ def test_an_extent_of_which_something_is_held_stays_whole(
         assert cache.check() == []
 
 
-def test_what_a_choice_of_extents_costs_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_choosing_an_extent_samples_a_bounded_number(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(flow, "MAX_SAMPLED_RECORDS", 48)
     monkeypatch.setattr(flow, "MIN_SAMPLED_RECORDS", 4)
     told: list[int] = []

@@ -65,7 +65,7 @@ NAMES = ["a/b", "a-b", "a@b", "..", "a\nb", "a\0b", "é", "e\u0301", "", " ", "a
 
 
 @pytest.mark.parametrize("field", ["model", "revision", "adapter", "tenant", "cache_salt"])
-def test_names_that_others_fold_together_stay_apart(field: str, tmp_path: Path) -> None:
+def test_similar_names_give_different_namespaces(field: str, tmp_path: Path) -> None:
     """2878, 2960, 2961, 2962, 4825; vLLM 44250; `/` and `-` in file names: any Unicode is a name of its own."""
     cache = open_cache(tmp_path / "nvme")
     for i, name in enumerate(NAMES):
@@ -80,7 +80,7 @@ def test_names_that_others_fold_together_stay_apart(field: str, tmp_path: Path) 
     cache.close()
 
 
-def test_adapters_of_one_name_and_other_weights_are_others() -> None:
+def test_adapters_of_one_name_and_other_weights_differ() -> None:
     """vLLM 44250, 2960: the adapter's field holds its weights' fingerprint beside its name."""
     cache = open_cache()
     adapters = [None, "A sha256:1", "A sha256:2", "B sha256:1"]
@@ -91,7 +91,7 @@ def test_adapters_of_one_name_and_other_weights_are_others() -> None:
     cache.close()
 
 
-def test_another_dtype_or_layout_over_the_same_directory_is_a_miss(tmp_path: Path) -> None:
+def test_another_dtype_or_layout_over_one_store_is_a_miss(tmp_path: Path) -> None:
     """4903: stored as bf16, asked for as fp8 after a restart."""
 
     def layout(**change: Any) -> KVLayout:
@@ -137,7 +137,7 @@ def test_no_foreign_key_reaches_the_index(monkeypatch: pytest.MonkeyPatch) -> No
     cache.close()
 
 
-def test_a_hundred_thousand_images_have_keys_of_their_own() -> None:
+def test_a_hundred_thousand_images_have_distinct_keys() -> None:
     """3301, 4086: sixteen bits of an image's hash collided at 300 images."""
     keys = set()
     for i in range(100_000):
@@ -147,7 +147,7 @@ def test_a_hundred_thousand_images_have_keys_of_their_own() -> None:
     assert len(keys) == 100_000
 
 
-def test_ids_that_collide_in_a_builtin_hash_do_not_here() -> None:
+def test_ids_that_collide_in_a_builtin_hash_stay_distinct() -> None:
     """The builtin hash of an int repeats at 2**61 - 1; such ids are refused, as is what would wrap to 32 bits."""
     chain = Chain(bytes(32), 1)
     for wrapped in (5 + (1 << 61) - 1, 5 + (1 << 32)):
@@ -156,14 +156,14 @@ def test_ids_that_collide_in_a_builtin_hash_do_not_here() -> None:
     assert hash(5) == hash(5 + (1 << 61) - 1)
 
 
-def test_ranks_of_any_world_size_have_addresses_of_their_own() -> None:
+def test_ranks_of_any_world_size_have_distinct_addresses() -> None:
     """Eight bits for a rank made 512 ranks and 513 the same."""
     shards = {Shard(layer, layer + 1, head, head + 1).pack() for layer in range(33) for head in range(33)}
     shards |= {Shard(first, first + 1, 0, 1).pack() for first in range(0, 65534, 257)}
     assert len(shards) == 33 * 33 + len({f for f in range(0, 65534, 257) if f >= 33})
 
 
-def test_what_was_promised_long_ago_is_served_or_a_clean_miss() -> None:
+def test_an_old_match_is_served_or_a_clean_miss() -> None:
     """4691, 4137, vLLM 35931: a lease that ran out while the request waited in a queue."""
     cache = open_cache(capacity_bytes=2 * MiB)
     tensors, pages = described(LAYOUT)
@@ -183,7 +183,7 @@ def test_what_was_promised_long_ago_is_served_or_a_clean_miss() -> None:
     cache.close()
 
 
-def test_round_after_round_is_accepted() -> None:
+def test_stores_are_accepted_after_many_evictions() -> None:
     """4817: the eviction thread died and the server stayed full."""
     cache = open_cache(capacity_bytes=1 * MiB)
     for turn in range(200):
@@ -194,7 +194,7 @@ def test_round_after_round_is_accepted() -> None:
     cache.close()
 
 
-def test_memory_does_not_grow_with_what_was_ever_seen() -> None:
+def test_memory_does_not_grow_with_past_requests() -> None:
     """A timestamp was kept for every hash that was ever seen."""
     cache = open_cache(capacity_bytes=1 * MiB)
     sizes = []
@@ -207,7 +207,7 @@ def test_memory_does_not_grow_with_what_was_ever_seen() -> None:
     cache.close()
 
 
-def test_pages_that_change_after_a_store_is_done_do_not_change_what_was_stored() -> None:
+def test_later_page_writes_do_not_change_stored_blocks() -> None:
     """2706, 4612, 4822, vLLM 52360: pages were given to another request while they were read."""
     cache = open_cache()
     tensors, pages = described(LAYOUT)
@@ -228,7 +228,7 @@ def test_pages_that_change_after_a_store_is_done_do_not_change_what_was_stored()
     cache.close()
 
 
-def test_a_block_that_one_rank_lost_is_no_hit_for_any() -> None:
+def test_a_block_lost_by_one_rank_is_a_miss_for_all() -> None:
     """1379, 1467, 1101, 512, 651, 407: ranks that disagreed about how much was there. Here a process that holds two
     ranges of heads asks for both; the part that one lacks ends the prefix."""
     cache = open_cache()
@@ -252,7 +252,7 @@ def test_a_block_that_one_rank_lost_is_no_hit_for_any() -> None:
     cache.close()
 
 
-def test_a_failed_read_after_the_promise_is_told_block_by_block(tmp_path: Path) -> None:
+def test_a_failed_read_is_reported_per_block(tmp_path: Path) -> None:
     """910, 953, 1770, 2106, 1835, 2865, 4600: fewer blocks came than were promised, and no report said which."""
     cache = open_cache(tmp_path / "nvme")
     put(cache)
@@ -279,7 +279,7 @@ def test_a_failed_read_after_the_promise_is_told_block_by_block(tmp_path: Path) 
     cache.close()
 
 
-def test_eviction_lookups_and_loads_in_threads(request: pytest.FixtureRequest, tmp_path: Path) -> None:
+def test_evictions_lookups_and_loads_run_concurrently(request: pytest.FixtureRequest, tmp_path: Path) -> None:
     """3536, 3406: crashes and foreign bytes under concurrency. Threads share prefixes in a cache that is too small."""
     turns = 400 if request.config.getoption("--long") else 40
     cache = open_cache(tmp_path / "nvme", capacity_bytes=1 * MiB)

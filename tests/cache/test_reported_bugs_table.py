@@ -13,45 +13,45 @@ ROOT = Path(__file__).parents[2]
 HERE = "tests/cache/test_reported_bugs.py"
 
 ROWS: dict[str, tuple[str, ...]] = {
-    "a salt was ignored (2878, 4825)": (f"{HERE}::test_names_that_others_fold_together_stay_apart",),
+    "a salt was ignored (2878, 4825)": (f"{HERE}::test_similar_names_give_different_namespaces",),
     "an adapter was not in the key (vLLM 44250, 2960, 2961, 2962)": (
-        f"{HERE}::test_names_that_others_fold_together_stay_apart",
-        f"{HERE}::test_adapters_of_one_name_and_other_weights_are_others",
+        f"{HERE}::test_similar_names_give_different_namespaces",
+        f"{HERE}::test_adapters_of_one_name_and_other_weights_differ",
     ),
     "dtype, layout, revision were not in the key (4903)": (
-        f"{HERE}::test_another_dtype_or_layout_over_the_same_directory_is_a_miss",
+        f"{HERE}::test_another_dtype_or_layout_over_one_store_is_a_miss",
     ),
-    "sixteen bits of an image's hash (3301, 4086)": (f"{HERE}::test_a_hundred_thousand_images_have_keys_of_their_own",),
+    "sixteen bits of an image's hash (3301, 4086)": (f"{HERE}::test_a_hundred_thousand_images_have_distinct_keys",),
     "a builtin hash, cut short": (
-        f"{HERE}::test_ids_that_collide_in_a_builtin_hash_do_not_here",
+        f"{HERE}::test_ids_that_collide_in_a_builtin_hash_stay_distinct",
         "tests/block/test_vectors.py::test_chains_equal_the_vectors",
     ),
-    "ranks packed into eight bits": (f"{HERE}::test_ranks_of_any_world_size_have_addresses_of_their_own",),
-    "code taken from the network (5128)": ("tests/cache/test_reported_bugs_table.py::test_nothing_runs_what_it_reads",),
+    "ranks packed into eight bits": (f"{HERE}::test_ranks_of_any_world_size_have_distinct_addresses",),
+    "code taken from the network (5128)": ("tests/cache/test_reported_bugs_table.py::test_no_module_executes_data",),
     "a read lease that ran out in a queue (4691, 4137, vLLM 35931)": (
-        f"{HERE}::test_what_was_promised_long_ago_is_served_or_a_clean_miss",
+        f"{HERE}::test_an_old_match_is_served_or_a_clean_miss",
     ),
-    "an eviction thread that died (4817)": (f"{HERE}::test_round_after_round_is_accepted",),
-    "a timestamp for each hash ever seen": (f"{HERE}::test_memory_does_not_grow_with_what_was_ever_seen",),
+    "an eviction thread that died (4817)": (f"{HERE}::test_stores_are_accepted_after_many_evictions",),
+    "a timestamp for each hash ever seen": (f"{HERE}::test_memory_does_not_grow_with_past_requests",),
     "pages given away under a store (2706, 4612, 4822, vLLM 52360)": (
-        f"{HERE}::test_pages_that_change_after_a_store_is_done_do_not_change_what_was_stored",
-        "tests/cache/test_device.py::test_a_store_waits_for_what_was_computed_and_a_load_for_what_is_read",
+        f"{HERE}::test_later_page_writes_do_not_change_stored_blocks",
+        "tests/cache/test_device.py::test_stores_and_loads_wait_for_the_engines_stream",
     ),
     "ranks that disagree after an eviction (1379, 1467, 1101)": (
-        f"{HERE}::test_a_block_that_one_rank_lost_is_no_hit_for_any",
+        f"{HERE}::test_a_block_lost_by_one_rank_is_a_miss_for_all",
     ),
     "fewer tokens than were promised (910, 953, 1770, 2106, 1835, 2865, 4600)": (
-        f"{HERE}::test_a_failed_read_after_the_promise_is_told_block_by_block",
+        f"{HERE}::test_a_failed_read_is_reported_per_block",
     ),
-    "crashes under concurrency (3536, 3406)": (f"{HERE}::test_eviction_lookups_and_loads_in_threads",),
+    "crashes under concurrency (3536, 3406)": (f"{HERE}::test_evictions_lookups_and_loads_run_concurrently",),
     "types of ctypes that leak with each call (3767)": (
-        "tests/cache/test_reported_bugs_table.py::test_no_type_is_made_within_a_call",
+        "tests/cache/test_reported_bugs_table.py::test_no_function_creates_ctypes_types",
     ),
 }
 
 
 @pytest.mark.parametrize("row", ROWS)
-def test_each_row_has_its_test(row: str) -> None:
+def test_each_row_names_an_existing_test(row: str) -> None:
     for named in ROWS[row]:
         path, _, name = named.partition("::")
         tree = ast.parse((ROOT / path).read_text(encoding="utf-8"))
@@ -64,7 +64,7 @@ def _sources() -> list[tuple[Path, ast.Module]]:
     return [(path, ast.parse(path.read_text(encoding="utf-8"))) for path in paths]
 
 
-def test_nothing_runs_what_it_reads() -> None:
+def test_no_module_executes_data() -> None:
     """Neither a format that can carry code is read anywhere, nor text run."""
     carries_code = {"pickle", "marshal", "shelve", "dill", "cloudpickle", "joblib"}
     found = []
@@ -80,7 +80,7 @@ def test_nothing_runs_what_it_reads() -> None:
     assert found == []
 
 
-def test_no_type_is_made_within_a_call() -> None:
+def test_no_function_creates_ctypes_types() -> None:
     """`ctypes.c_char * n` and POINTER make types that are kept for ever."""
     found = []
     for path, tree in _sources():

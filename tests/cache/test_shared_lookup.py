@@ -81,9 +81,7 @@ def load(bound: Any, engine: Engine, blocks: int, tokens: Any = TOKENS) -> tuple
         return transfer.blocks, [engine.block(page) for page in range(transfer.blocks)]
 
 
-def test_an_answer_that_was_begun_before_tells_of_nothing_that_was_cleared(
-    opened: Open, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_lookup_older_than_a_clear_is_ignored(opened: Open, monkeypatch: pytest.MonkeyPatch) -> None:
     cache = opened()
     bound, go, asked, waits = bind(cache), threading.Event(), threading.Event(), threading.Event()
     store(bound, Engine(FULL), TOKENS, list(range(10)))
@@ -116,7 +114,7 @@ def test_an_answer_that_was_begun_before_tells_of_nothing_that_was_cleared(
     assert cache.index.resident("redis") == 0
 
 
-def test_what_one_process_stored_the_other_finds_and_keeps_near(opened: Open) -> None:
+def test_another_process_finds_and_promotes_stored_blocks(opened: Open) -> None:
     one, other = opened(), opened()
     engine = Engine(FULL)
     engine.fill(1, list(range(10)))
@@ -137,7 +135,7 @@ def test_what_one_process_stored_the_other_finds_and_keeps_near(opened: Open) ->
         assert (hit.pending, hit.by_tier) == (False, {"host": 10})
 
 
-def test_a_longer_prompt_asks_for_the_rest_only(opened: Open, server: RedisServer) -> None:
+def test_a_longer_prompt_looks_up_only_the_rest(opened: Open, server: RedisServer) -> None:
     one, other = opened(), opened()
     engine = Engine(FULL)
     engine.fill(2, list(range(10)))
@@ -149,7 +147,7 @@ def test_a_longer_prompt_asks_for_the_rest_only(opened: Open, server: RedisServe
         assert final_match(r, TOKENS + [7] * 20).by_tier == {"host": 5, "redis": 5}
 
 
-def test_groups_of_every_rule(opened: Open) -> None:
+def test_groups_of_every_rule_are_looked_up(opened: Open) -> None:
     one, other = opened(), opened()
     engine = Engine(HYBRID)
     ids = list(range(10))
@@ -171,7 +169,7 @@ def test_groups_of_every_rule(opened: Open) -> None:
 
 
 @pytest.mark.parametrize("gone", [0, 3, 9])
-def test_what_left_the_server_is_a_shorter_prefix(opened: Open, server: RedisServer, gone: int) -> None:
+def test_blocks_evicted_from_the_server_shorten_the_hit(opened: Open, server: RedisServer, gone: int) -> None:
     """Knowledge of it is never trusted: the load brings what is there, and the next match knows."""
     one, other = opened(), opened()
     engine = Engine(FULL)
@@ -190,7 +188,7 @@ def test_what_left_the_server_is_a_shorter_prefix(opened: Open, server: RedisSer
         assert final_match(r).blocks == gone
 
 
-def test_knowledge_is_bounded(opened: Open) -> None:
+def test_remembered_lookups_are_bounded(opened: Open) -> None:
     one = opened()
     other = opened(flow={"known_blocks": 64})
     engine = Engine(FULL, pages=50)
@@ -203,7 +201,7 @@ def test_knowledge_is_bounded(opened: Open) -> None:
         assert other.index.resident("redis") <= 64
 
 
-def test_two_that_compute_the_same_at_once_store_one_copy(opened: Open, server: RedisServer) -> None:
+def test_concurrent_stores_leave_one_copy(opened: Open, server: RedisServer) -> None:
     caches = [opened() for _ in range(3)]
     engine = Engine(FULL)
     engine.fill(5, list(range(10)))
@@ -220,7 +218,7 @@ def test_two_that_compute_the_same_at_once_store_one_copy(opened: Open, server: 
 # a server that is away
 
 
-def test_a_server_that_is_not_there_is_a_miss(opened: Open) -> None:
+def test_an_unreachable_server_is_a_miss(opened: Open) -> None:
     cache = opened("unix:///nowhere/at-all?db=0", serves=False)
     bound, engine = bind(cache), Engine(FULL)
     for _ in range(20):
@@ -234,7 +232,7 @@ def test_a_server_that_is_not_there_is_a_miss(opened: Open) -> None:
         assert r.match(TOKENS).by_tier == {"host": 10}
 
 
-def test_a_server_that_hangs_delays_none_beyond_the_deadline(opened: Open, server: RedisServer) -> None:
+def test_a_hung_server_delays_no_match_past_the_deadline(opened: Open, server: RedisServer) -> None:
     proxy = RedisProxy(server.port)
     try:
         cache = opened(proxy.url, flow={"lookup_timeout_s": 0.5}, timeout_s=0.5, serves=False)
@@ -249,7 +247,7 @@ def test_a_server_that_hangs_delays_none_beyond_the_deadline(opened: Open, serve
         proxy.end()
 
 
-def test_a_server_that_went_while_it_was_read(opened: Open, server: RedisServer) -> None:
+def test_a_server_lost_during_a_read_is_a_miss(opened: Open, server: RedisServer) -> None:
     one = opened()
     engine = Engine(FULL)
     engine.fill(6, list(range(10)))
@@ -270,9 +268,7 @@ def test_a_server_that_went_while_it_was_read(opened: Open, server: RedisServer)
         proxy.end()
 
 
-def test_more_questions_than_may_be_asked_are_matched_with_what_is_known(
-    opened: Open, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_lookups_beyond_the_limit_use_known_answers(opened: Open, monkeypatch: pytest.MonkeyPatch) -> None:
     cache = opened()
     gate = threading.Event()
     lead = RedisTier.match_prefix
@@ -297,7 +293,7 @@ def test_more_questions_than_may_be_asked_are_matched_with_what_is_known(
     assert cache.counters.get("lookups", answer="dropped") == 3
 
 
-def test_a_tier_that_is_closed_while_it_is_asked_is_no_fault(caplog: pytest.LogCaptureFixture) -> None:
+def test_closing_a_tier_during_a_lookup_is_no_fault(caplog: pytest.LogCaptureFixture) -> None:
     class Closed:
         name = "far"
 

@@ -39,7 +39,7 @@ STEPS = st.lists(
 
 
 @given(STEPS)
-def test_sums_and_last_uses(steps: list[tuple[object, ...]]) -> None:
+def test_usage_sums_tokens_and_last_uses(steps: list[tuple[object, ...]]) -> None:
     clock = Clock()
     uses = UsageLog(clock)
     spaces: dict[bytes, list[object]] = {}
@@ -64,7 +64,7 @@ def test_sums_and_last_uses(steps: list[tuple[object, ...]]) -> None:
         assert {n: [u.last, u.requests, u.asked_tokens, u.hit_tokens] for n, u in told.items()} == expected
 
 
-def test_the_longest_unused_is_forgotten_first() -> None:
+def test_the_least_recently_used_entry_is_dropped_first() -> None:
     clock = Clock()
     uses = UsageLog(clock, namespaces=2, agents=2)
     for space, agent in ((b"a", "1"), (b"b", "2"), (b"a", "1"), (b"c", "3")):
@@ -74,7 +74,7 @@ def test_the_longest_unused_is_forgotten_first() -> None:
     assert set(uses.agents()) == {("t", "1"), ("t", "3")}
 
 
-def test_what_is_told_is_a_copy() -> None:
+def test_reported_usage_is_a_copy() -> None:
     uses = UsageLog(Clock())
     uses.add(b"a", "t", "", 16, {"host": 16})
     uses.namespaces()[b"a"].hit_tokens["host"] = 0

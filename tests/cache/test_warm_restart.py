@@ -110,7 +110,7 @@ def change_rows(table: bytes, change: Callable[[Any], object]) -> bytes:
 
 
 @pytest.mark.parametrize("nvme", [False, True])
-def test_the_same_bytes_from_host_memory(make: Open, nvme: bool) -> None:
+def test_a_warm_restart_keeps_the_bytes_in_host_memory(make: Open, nvme: bool) -> None:
     old = make(nvme=nvme)
     for number in range(5):
         store(bound_to(old), prompt(number), number)
@@ -129,7 +129,7 @@ def test_the_same_bytes_from_host_memory(make: Open, nvme: bool) -> None:
 
 
 @pytest.mark.parametrize("policy", ["lru", "hazard"])
-def test_who_leaves_first_is_who_would_have(make: Open, policy: str) -> None:
+def test_the_eviction_order_survives_a_warm_restart(make: Open, policy: str) -> None:
     """Both lives go on with the same requests, and lose the same blocks."""
     used = [3, 0, 2, 0, 1, 0]
 
@@ -157,7 +157,7 @@ def test_who_leaves_first_is_who_would_have(make: Open, policy: str) -> None:
     assert rest(successor) == rest(one)
 
 
-def test_uses_of_another_policy_count_for_nothing(make: Open) -> None:
+def test_uses_of_another_policy_are_ignored(make: Open) -> None:
     old = make(evict={"policy": "hazard"})
     store(bound_to(old), prompt(1), 1)
     for _ in range(4):
@@ -168,7 +168,7 @@ def test_uses_of_another_policy_count_for_nothing(make: Open) -> None:
     assert successor.check() == []
 
 
-def test_a_smaller_arena_takes_what_was_used_last(make: Open) -> None:
+def test_a_smaller_arena_takes_the_most_recent_blocks(make: Open) -> None:
     old = make()
     for number in range(8):
         store(bound_to(old), prompt(number), number)
@@ -184,7 +184,7 @@ def test_a_smaller_arena_takes_what_was_used_last(make: Open) -> None:
     assert successor.check() == []
 
 
-def test_tenants_stay_apart_and_within_their_quotas(make: Open) -> None:
+def test_tenants_keep_separate_extents_and_quotas(make: Open) -> None:
     shares = {"a": {"host_quota_bytes": EXTENT}, "b": {"host_guaranteed_bytes": 2 * EXTENT}}
     old = make(evict={"tenants": shares})
     for number in range(2):
@@ -201,7 +201,7 @@ def test_tenants_stay_apart_and_within_their_quotas(make: Open) -> None:
     assert successor.check() == []
 
 
-def test_what_is_a_tenants_is_found_to_be_erased(make: Open) -> None:
+def test_a_tenants_blocks_can_be_erased_after_a_restart(make: Open) -> None:
     old = make()
     store(bound_to(old, tenant="a"), prompt(1), 1)
     store(bound_to(old, tenant="b"), prompt(1), 2)
@@ -213,7 +213,7 @@ def test_what_is_a_tenants_is_found_to_be_erased(make: Open) -> None:
     assert load(bound_to(successor, tenant="b"), prompt(1)) == expected(2)
 
 
-def test_an_end_stays_an_end(make: Open) -> None:
+def test_a_warm_restart_keeps_ttls(make: Open) -> None:
     old = make()
     store(bound_to(old, ttl_s=3600), prompt(1), 1)
     successor = make()
@@ -226,7 +226,7 @@ def test_an_end_stays_an_end(make: Open) -> None:
     assert blocks(bound_to(over), prompt(1)) == {}
 
 
-def test_a_slot_is_left_out_whose_header_is_not_what_the_table_says(make: Open) -> None:
+def test_a_slot_whose_header_differs_from_the_table_is_left(make: Open) -> None:
     old = make()
     store(bound_to(old), prompt(1), 1)
     table, descriptors = left(old)
@@ -240,7 +240,7 @@ def test_a_slot_is_left_out_whose_header_is_not_what_the_table_says(make: Open) 
     assert got == expected(1)[: len(got)]
 
 
-def test_a_client_that_forges_a_header_gets_into_no_other_namespace(make: Open) -> None:
+def test_a_forged_header_reaches_no_other_namespace(make: Open) -> None:
     """It may write to the slots of its tenant; the table says what is in them, and it cannot write to that."""
     old = make()
     store(bound_to(old, tenant="mallory"), prompt(1), 1)
@@ -256,7 +256,7 @@ def test_a_client_that_forges_a_header_gets_into_no_other_namespace(make: Open) 
     assert successor.check() == []
 
 
-def test_payloads_are_checked_where_the_arena_is(make: Open) -> None:
+def test_payloads_are_verified_in_the_arena(make: Open) -> None:
     old = make()
     store(bound_to(old), prompt(1), 1)
     table, descriptors = left(old)
@@ -267,7 +267,7 @@ def test_payloads_are_checked_where_the_arena_is(make: Open) -> None:
     assert taken(successor, table, descriptors) == 7
 
 
-def test_an_extent_that_somebody_may_write_to_stays_behind(make: Open) -> None:
+def test_an_extent_writable_by_a_client_is_not_taken(make: Open) -> None:
     old = make()
     store(bound_to(old), prompt(1), 1)
     lent = old.host.allocate(RECORD, "default")  # to a client that never answers
@@ -278,7 +278,7 @@ def test_an_extent_that_somebody_may_write_to_stays_behind(make: Open) -> None:
     old.host.arena.release(lent)
 
 
-def test_generations_go_on(make: Open) -> None:
+def test_slot_generations_continue(make: Open) -> None:
     """A reader of before sees that its slot was given out again, whatever the file said meanwhile."""
     old = make()
     store(bound_to(old), prompt(1), 1)
@@ -314,7 +314,7 @@ def test_generations_go_on(make: Open) -> None:
         lambda told: told["extents"][0].update(rows=told["extents"][0]["rows"] * 2),
     ],
 )
-def test_what_makes_no_sense_is_not_taken(make: Open, change: Callable[[dict[str, Any]], object]) -> None:
+def test_an_invalid_table_is_not_taken(make: Open, change: Callable[[dict[str, Any]], object]) -> None:
     old = make()
     store(bound_to(old), prompt(1), 1)
     table, descriptors = left(old)
@@ -327,7 +327,7 @@ def test_what_makes_no_sense_is_not_taken(make: Open, change: Callable[[dict[str
     assert blocks(bound_to(successor), prompt(1)) == {}
 
 
-def test_one_bad_extent_is_no_reason_to_leave_the_others(make: Open) -> None:
+def test_one_bad_extent_does_not_stop_the_others(make: Open) -> None:
     old = make()
     for number in range(6):  # three extents
         store(bound_to(old), prompt(number), number)
@@ -359,7 +359,7 @@ def flipped(data: bytes, rng: Random) -> bytes:
 
 @settings(deadline=None, max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.data())
-def test_whatever_the_table_says_there_is_no_wrong_block(make: Open, data: st.DataObject) -> None:
+def test_a_corrupt_table_never_gives_a_wrong_block(make: Open, data: st.DataObject) -> None:
     """Rows of a process that went wrong: each is what its header says, or left out."""
     old = make()
     store(bound_to(old), prompt(1), 1)
@@ -382,7 +382,7 @@ def test_whatever_the_table_says_there_is_no_wrong_block(make: Open, data: st.Da
         successor.close()
 
 
-def test_a_file_that_could_be_cut_short_is_no_extent(make: Open) -> None:
+def test_a_truncatable_file_is_no_extent(make: Open) -> None:
     old = make()
     store(bound_to(old), prompt(1), 1)
     table, (descriptor,) = left(old)

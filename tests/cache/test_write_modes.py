@@ -57,7 +57,7 @@ def use(bound: Any, tokens: list[int]) -> None:
 @pytest.mark.parametrize(
     ("mode", "stored", "used"), [("write_through", 10, 10), ("on_second_use", 0, 10), ("off", 0, 0)]
 )
-def test_when_what_is_stored_and_used_goes_down(tmp_path: Path, tier: str, mode: str, stored: int, used: int) -> None:
+def test_each_mode_writes_at_its_time(tmp_path: Path, tier: str, mode: str, stored: int, used: int) -> None:
     with open_cache(tmp_path, mode, tier) as cache:
         bound = bind(cache)
         store(bound, Engine(FULL), SHORT, list(range(10)))
@@ -71,7 +71,7 @@ def test_when_what_is_stored_and_used_goes_down(tmp_path: Path, tier: str, mode:
         assert cache.check() == []
 
 
-def test_what_cannot_be_offered_keeps_no_flush_waiting(
+def test_a_failed_offer_does_not_delay_a_flush(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def fails(*_: Any) -> int:
@@ -100,7 +100,7 @@ def headless(cache: Any, tier: str, bound: Any, prompts: list[list[int]]) -> lis
     return faults
 
 
-def test_what_leaves_host_is_written_then_with_its_heads(tmp_path: Path, tier: str) -> None:
+def test_evicted_blocks_are_written_with_their_heads(tmp_path: Path, tier: str) -> None:
     """Sixty prompts through a host that holds ten: what left comes back, byte for byte."""
     with open_cache(tmp_path, "write_back", tier) as cache:
         bound, engine = bind(cache), Engine(FULL)
@@ -154,7 +154,7 @@ print(json.dumps(said))
 """
 
 
-def test_what_left_host_for_the_store_another_process_reads(tmp_path: Path) -> None:
+def test_another_process_reads_blocks_demoted_to_the_store(tmp_path: Path) -> None:
     """As much of each prompt as this process has in the store, byte for byte, while it is open; of what is in its host
     memory alone, nothing."""
     with open_cache(tmp_path, "write_back", "object") as cache:
@@ -182,7 +182,7 @@ def test_what_left_host_for_the_store_another_process_reads(tmp_path: Path) -> N
         assert cache.check() == []
 
 
-def test_what_leaves_faster_than_it_can_be_written_is_dropped_and_counted(tmp_path: Path) -> None:
+def test_evictions_faster_than_writes_are_dropped(tmp_path: Path) -> None:
     with open_cache(tmp_path, "write_back", queue_blocks=4) as cache:
         bound, engine = bind(cache), Engine(FULL)
         prompts = [[seed, *range(39)] for seed in range(60)]
@@ -194,9 +194,7 @@ def test_what_leaves_faster_than_it_can_be_written_is_dropped_and_counted(tmp_pa
         assert cache.check() == []
 
 
-def test_a_tail_is_not_kept_where_its_head_could_not_be_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_tail_is_dropped_if_its_head_was_not_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with open_cache(tmp_path, "write_through") as cache:
         bound, engine = bind(cache), Engine(FULL)
         (nvme,) = cache.lower_tiers
@@ -228,7 +226,7 @@ def test_a_tail_is_not_kept_where_its_head_could_not_be_written(
         assert cache.check() == []
 
 
-def test_groups_that_need_no_heads_go_down_without_them(tmp_path: Path) -> None:
+def test_groups_without_head_rule_are_written_alone(tmp_path: Path) -> None:
     with open_cache(tmp_path, "write_back", host_bytes=512 * KiB) as cache:
         bound, engine = bind(cache, HYBRID), Engine(HYBRID)
         prompts = [[seed, *range(39)] for seed in range(40)]

@@ -41,7 +41,7 @@ def held(cache: Cache, tenant: str) -> set[str]:
     }
 
 
-def test_a_tenant_is_erased_and_it_is_said(cache: Cache, kv: Any) -> None:
+def test_clear_erases_a_tenant_and_reports_it(cache: Cache, kv: Any) -> None:
     code, out, _ = kv("clear", "--tenant", "acme", "--dry-run")
     assert code == 0
     assert "nothing was removed" in out
@@ -52,7 +52,7 @@ def test_a_tenant_is_erased_and_it_is_said(cache: Cache, kv: Any) -> None:
     assert (held(cache, "acme"), held(cache, "zeta")) == (set(), {"host", "nvme"})
 
 
-def test_a_namespace_by_the_beginning_of_its_id(cache: Cache, kv: Any) -> None:
+def test_clear_accepts_a_prefix_of_a_namespace_id(cache: Cache, kv: Any) -> None:
     given = bound_to(cache, tenant="zeta").id.hex()[:8]
     code, out, _ = kv("clear", "--namespace", given, "--json")
     assert code == 0
@@ -62,7 +62,7 @@ def test_a_namespace_by_the_beginning_of_its_id(cache: Cache, kv: Any) -> None:
     assert held(cache, "zeta") == set()
 
 
-def test_a_tier_that_is_not_done_is_a_failure(cache: Cache, kv: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_clear_fails_if_a_tier_does_not_finish(cache: Cache, kv: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cache.lower_tiers[0], "wipe", lambda: False)
     code, out, _ = kv("clear", "--tenant", "acme")
     assert code == 1
@@ -73,14 +73,14 @@ def test_a_tier_that_is_not_done_is_a_failure(cache: Cache, kv: Any, monkeypatch
 @pytest.mark.parametrize(
     "arguments", [(), ("--namespace", "00"), ("--namespace", "0" * 12), ("--tenant", "a", "--all", "-a", "x")]
 )
-def test_what_makes_no_sense_removes_nothing(cache: Cache, kv: Any, arguments: tuple[str, ...]) -> None:
+def test_invalid_arguments_remove_nothing(cache: Cache, kv: Any, arguments: tuple[str, ...]) -> None:
     code, _, said = kv("clear", *arguments)
     assert code != 0
     assert said
     assert held(cache, "acme") == held(cache, "zeta") == {"host", "nvme"}
 
 
-def test_an_unknown_name_is_exit_code_1_with_near_ones(cache: Cache, kv: Any) -> None:
+def test_an_unknown_name_exits_with_1_and_suggestions(cache: Cache, kv: Any) -> None:
     zeta = bound_to(cache, tenant="zeta").id.hex()
     typo = zeta[:7] + ("0" if zeta[7] != "0" else "1")
     for arguments, near in (
@@ -97,13 +97,13 @@ def test_an_unknown_name_is_exit_code_1_with_near_ones(cache: Cache, kv: Any) ->
     assert held(cache, "acme") == held(cache, "zeta") == {"host", "nvme"}
 
 
-def test_an_unknown_salt_names_no_salt(cache: Cache, kv: Any) -> None:
+def test_an_unknown_salt_error_shows_no_salt(cache: Cache, kv: Any) -> None:
     bound_to(cache, tenant="zeta", cache_salt="secret-salt")
     code, _, said = kv("clear", "--cache-salt", "secret-sal")
     assert (code, "secret-salt" in said) == (1, False)
 
 
-def test_names_that_are_known_apart_and_fit_no_namespace(cache: Cache, kv: Any) -> None:
+def test_known_names_without_common_namespace_exit_with_1(cache: Cache, kv: Any) -> None:
     bound_to(cache, tenant="zeta", cache_salt="pepper")
     assert kv("clear", "--tenant", "zeta", "--cache-salt", "pepper")[0] == 0
     code, _, said = kv("clear", "--tenant", "acme", "--cache-salt", "pepper")

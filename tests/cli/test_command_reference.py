@@ -120,7 +120,7 @@ def silent(
         ("show", silent, "depth has no help"),
     ],
 )
-def test_what_breaks_the_grammar_is_found(name: str, call: Any, words: str) -> None:
+def test_a_command_that_breaks_the_grammar_is_found(name: str, call: Any, words: str) -> None:
     noun, app = typer.Typer(help="A noun."), typer.Typer()
     noun.command(name)(call)
     noun.command("other")(remove)
@@ -130,7 +130,7 @@ def test_what_breaks_the_grammar_is_found(name: str, call: Any, words: str) -> N
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
-def test_a_shell_can_complete_it(shell: str) -> None:
+def test_shell_completion_works(shell: str) -> None:
     script = "import sys; sys.argv[0] = 'kvcache'; from kvcache.cli.main import main; main()"
     completed = {
         "bash": {"COMP_WORDS": "kvcache by", "COMP_CWORD": "1"},

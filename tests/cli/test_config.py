@@ -51,7 +51,7 @@ def test_show_as_a_table(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capture
     assert str(file) in text
 
 
-def test_a_wrong_file_is_one_line(
+def test_an_invalid_file_is_reported_in_one_line(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     (tmp_path / "wrong.toml").write_text("chunk_size = 256\n")
@@ -61,7 +61,7 @@ def test_a_wrong_file_is_one_line(
     assert "LMCache's word; here it is block_tokens" in text
 
 
-def test_the_page_is_what_the_settings_say() -> None:
+def test_the_page_equals_the_settings() -> None:
     written = (ROOT / "docs" / "configuration.md").read_text(encoding="utf-8")
     assert written == configuration_page(), (
         "write it anew: python -m scripts.generate.configuration_page > docs/configuration.md"

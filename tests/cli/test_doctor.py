@@ -52,7 +52,7 @@ def file(tmp_path: Path) -> Path:
     return file
 
 
-def test_a_sound_machine_is_told_line_by_line(kv: Kv, file: Path, tmp_path: Path) -> None:
+def test_doctor_lists_each_check_of_a_healthy_machine(kv: Kv, file: Path, tmp_path: Path) -> None:
     code, out, err = kv("doctor", str(file))
     assert (code, err) == (0, "")
     lines = [line for line in out.splitlines() if not line.startswith(" ")]
@@ -64,7 +64,7 @@ def test_a_sound_machine_is_told_line_by_line(kv: Kv, file: Path, tmp_path: Path
     assert list((tmp_path / "drive").iterdir()) == [], "the doctor left something behind"
 
 
-def test_as_json(kv: Kv, file: Path) -> None:
+def test_doctor_prints_json(kv: Kv, file: Path) -> None:
     for option in (("-o", "json"), ("--json",)):
         code, out, _ = kv("doctor", str(file), *option)
         findings = [Finding(**row) for row in json.loads(out)]
@@ -73,16 +73,14 @@ def test_as_json(kv: Kv, file: Path) -> None:
         assert {"store", "load from host", "load from nvme", "transformers"} <= {finding.name for finding in findings}
 
 
-def test_without_a_drive_there_is_none_to_check(kv: Kv, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_disabled_drive_is_not_checked(kv: Kv, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KVCACHE_NVME__ENABLED", "false")
     monkeypatch.setenv("KVCACHE_HOST__CAPACITY_BYTES", "16MiB")
     code, out, _ = kv("doctor")
     assert (code, "rate" in out, "load from host" in out, "load from nvme" in out) == (0, False, True, False)
 
 
-def test_a_drive_that_does_not_keep_what_it_was_given_fails(
-    kv: Kv, file: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_drive_that_loses_writes_fails(kv: Kv, file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def opened(settings: Any) -> Cache:
         for segment in settings.nvme.path.glob("segment-*"):  # none at the first opening
             data = bytearray(segment.read_bytes())
@@ -98,7 +96,7 @@ def test_a_drive_that_does_not_keep_what_it_was_given_fails(
     assert "damaged in nvme" in line
 
 
-def test_wrong_settings_are_a_finding_and_the_rest_goes_on(kv: Kv, file: Path) -> None:
+def test_wrong_settings_do_not_stop_other_checks(kv: Kv, file: Path) -> None:
     file.write_text("chunk_size = 256\n")
     code, out, err = kv("doctor", str(file))
     assert (code, err) == (1, "")
@@ -107,21 +105,19 @@ def test_wrong_settings_are_a_finding_and_the_rest_goes_on(kv: Kv, file: Path) -
     assert "ok    running caches" in out
 
 
-def test_a_directory_that_cannot_be_is_a_finding(kv: Kv, file: Path, tmp_path: Path) -> None:
+def test_an_impossible_directory_is_a_finding(kv: Kv, file: Path, tmp_path: Path) -> None:
     (tmp_path / "drive").write_text("a file where the directory should be")
     code, out, _ = kv("doctor", str(file))
     assert (code, "fail  directory" in out, "ok    memory" in out) == (1, True, True)
 
 
-def test_a_check_that_breaks_is_a_finding_and_the_rest_goes_on(
-    kv: Kv, file: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_broken_check_does_not_stop_other_checks(kv: Kv, file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory, "memory", lambda: 1 // 0)
     code, out, _ = kv("doctor", str(file))
     assert (code, "fail  memory" in out, "ZeroDivisionError" in out, "load from nvme" in out) == (1, True, True, True)
 
 
-def test_running_caches_are_told_and_a_bypassed_one_is_a_warning(kv: Kv, file: Path) -> None:
+def test_a_bypassed_running_cache_is_a_warning(kv: Kv, file: Path) -> None:
     with closing(kvcache.open(host__capacity_bytes="1MiB", nvme__enabled=False)) as cache:
         cache.bypass.set("loads")  # type: ignore[attr-defined]
         findings = {row["name"]: row for row in json.loads(kv("doctor", str(file), "--json")[1])}
@@ -186,7 +182,7 @@ def rated(place: Path, disk: Disk, step_s: float, floor: int = 0) -> dict[str, F
     return found
 
 
-def test_the_drives_rates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_doctor_reports_the_drives_rates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(drive, "MAX_TEST_BYTES", 16 * MiB)
     buffered = rated(tmp_path, Disk(direct=False), 0.001)
     assert (buffered["O_DIRECT"].state, buffered["read rate"].state) == ("warn", "warn")
@@ -211,7 +207,7 @@ def test_a_full_drive_is_not_filled_further(tmp_path: Path) -> None:
     assert "(100 MiB)" in rated(tmp_path, Disk(200 * MiB), 0.001)["write rate"].found, "half of what is free at most"
 
 
-def test_software_by_the_distribution_that_brings_it() -> None:
+def test_software_is_found_by_its_distribution_name() -> None:
     there = {"cupy-cuda12x": "13.4.1", "vllm": "0.11.0"}
 
     def version(name: str) -> str:
@@ -225,7 +221,7 @@ def test_software_by_the_distribution_that_brings_it() -> None:
     assert "numpy" not in software.versions(version)
 
 
-def test_how_many_tokens_of_a_model_fit(tmp_path: Path) -> None:
+def test_doctor_reports_the_tokens_that_fit(tmp_path: Path) -> None:
     config = {
         "model_type": "llama",
         "num_hidden_layers": 2,
@@ -251,7 +247,7 @@ def test_how_many_tokens_of_a_model_fit(tmp_path: Path) -> None:
     assert (found("64KiB").state, "4,096" in found("64KiB").remedy) == ("warn", True)
 
 
-def test_a_model_that_is_none_is_a_finding(kv: Kv, file: Path, tmp_path: Path) -> None:
+def test_an_invalid_model_is_a_finding(kv: Kv, file: Path, tmp_path: Path) -> None:
     code, out, _ = kv("doctor", str(file), "--model", str(tmp_path / "nowhere"))
     assert (code, "fail  model_capacity" in out, "load from nvme" in out) == (1, True, True)
 
@@ -266,7 +262,7 @@ def test_a_model_that_is_none_is_a_finding(kv: Kv, file: Path, tmp_path: Path) -
         "Authorization", "tls.private_key", "credentials", "sentry_dsn", "secret_path", "PGPASSWORD_PWD",
     ],
 )  # fmt: skip
-def test_names_of_secrets(name: str) -> None:
+def test_secret_field_names_are_redacted(name: str) -> None:
     assert secrets.is_secret(name)
 
 
@@ -274,7 +270,7 @@ def test_names_of_secrets(name: str) -> None:
     "name",
     ["block_tokens", "asked_tokens", "monkey", "host.capacity_bytes", "path", "keyboard", "", "author", "tokens"],
 )
-def test_names_that_are_no_secrets(name: str) -> None:
+def test_harmless_field_names_are_not_redacted(name: str) -> None:
     assert not secrets.is_secret(name)
 
 
@@ -295,7 +291,7 @@ TEXTS = [
 
 
 @given(SECRET, st.sampled_from(TEXTS))
-def test_no_text_tells_a_secret(secret: str, text: str) -> None:
+def test_secrets_are_redacted_in_any_text(secret: str, text: str) -> None:
     assume(secret not in text and not secret.startswith(("-", ".", "=", "+", "/")))
     told = secrets.redact({"found": [text.format(secret)]})
     assert secret not in json.dumps(told)
@@ -303,7 +299,7 @@ def test_no_text_tells_a_secret(secret: str, text: str) -> None:
 
 
 @given(st.text("abcdefghijKLMNOP0123456789", min_size=16, max_size=40))
-def test_keys_are_known_by_how_they_begin(rest: str) -> None:
+def test_well_known_key_prefixes_are_redacted(rest: str) -> None:
     for begin in ("hf_", "sk-", "ghp_", "github_pat_", "AKIA", "eyJhbGciOiJI.eyJz."):
         assert secrets.redact(f"found {begin}{rest}, and left") == "found ***, and left"
 
@@ -316,7 +312,7 @@ def test_a_known_secret_is_found_anywhere(secret: str, tree: Any) -> None:
     assert secret not in json.dumps(secrets.redact(value, [secret]))
 
 
-def test_what_is_no_secret_stays() -> None:
+def test_harmless_text_is_not_redacted() -> None:
     value = {
         "host.capacity_bytes": {"value": 17179869184, "origin": "KVCACHE_HOST__CAPACITY_BYTES"},
         "counters": {"asked_tokens": 40, "drops": {"no room": 3}},
@@ -327,7 +323,7 @@ def test_what_is_no_secret_stays() -> None:
     assert secrets.redact(value) == value
 
 
-def test_a_bundle_has_what_a_report_needs_and_no_secret(
+def test_a_bundle_is_complete_and_holds_no_secret(
     kv: Kv, file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     hidden = ["hf-token-of-mine", "s3cr3t-of-redis", "pw0rd-of-hub", "salt-of-tenant", "key-in-id-77"]
@@ -375,7 +371,7 @@ def members(kv: Kv, target: Path, settings: str) -> dict[str, Any]:
 
 
 @pytest.mark.skipif(bool(MISSING), reason=MISSING)
-def test_a_server_is_asked_and_left_as_it_was(kv: Kv, file: Path) -> None:
+def test_checking_a_redis_server_changes_nothing(kv: Kv, file: Path) -> None:
     server = RedisServer("--maxmemory", "64mb", "--maxmemory-policy", "allkeys-lru")
     try:
         file.write_text(f'{file.read_text()}[redis]\nenabled = true\nurl = "{server.unix}"\n')
@@ -394,7 +390,7 @@ def test_a_server_is_asked_and_left_as_it_was(kv: Kv, file: Path) -> None:
         server.end()
 
 
-def test_an_object_store_is_asked_and_left_as_it_was(kv: Kv, file: Path, tmp_path: Path) -> None:
+def test_checking_an_object_store_changes_nothing(kv: Kv, file: Path, tmp_path: Path) -> None:
     store = tmp_path / "store"
     file.write_text(f'{file.read_text()}[object]\nenabled = true\nurl = "file://{store}"\n')
     code, out, _ = kv("doctor", str(file))

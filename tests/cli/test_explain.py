@@ -59,7 +59,7 @@ def cache(model: Path) -> Iterator[Any]:
         yield made
 
 
-def test_a_request_is_explained_with_its_text_and_the_timestamp_named(cache: Any, kv: Any, model: Path) -> None:
+def test_explaining_a_request_names_its_timestamp(cache: Any, kv: Any, model: Path) -> None:
     code, out, _ = kv("explain", "second")
     assert code == 0
     for text in (
@@ -76,7 +76,7 @@ def test_a_request_is_explained_with_its_text_and_the_timestamp_named(cache: Any
     assert story["token"] == story["found_blocks"] * 4 + (story["token"] % 4)
 
 
-def test_a_prompt_is_explained_before_anybody_asks_for_it(cache: Any, kv: Any, model: Path, tmp_path: Path) -> None:
+def test_a_prompt_is_explained_without_a_request(cache: Any, kv: Any, model: Path, tmp_path: Path) -> None:
     new = TEXT.format("2026-11-30 08:00")
     for what in (new, f"@{tmp_path / 'prompt'}"):
         (tmp_path / "prompt").write_text(new)
@@ -97,7 +97,7 @@ def test_token_ids_need_no_tokenizer(cache: Any, kv: Any) -> None:
     assert (code, "token ids" in said) == (2, True)
 
 
-def test_what_cannot_be_looked_up_is_said(cache: Any, kv: Any) -> None:
+def test_an_unknown_request_is_reported(cache: Any, kv: Any) -> None:
     code, _, said = kv("explain", "third")
     assert code == 2
     assert "--model" in said
@@ -119,12 +119,12 @@ def test_a_wrong_question_is_refused(cache: Any, question: dict[str, Any]) -> No
         answers.explain(cache, question)
 
 
-def test_every_reason_has_its_advice() -> None:
+def test_every_reason_has_advice() -> None:
     assert ADVICE.keys() == REASONS["misses", "reason"].keys()
 
 
 @pytest.mark.parametrize("reason", sorted(ADVICE))
-def test_every_reason_is_told_in_words(reason: str) -> None:
+def test_every_reason_has_a_description(reason: str) -> None:
     story = {
         "request": "r", "ago_s": 7200.0, "namespace": {"id": "ab" * 32}, "block_tokens": 16, "blocks": 4,
         "found_blocks": 1, "reason": reason, "tier": "nvme", "why": "lru", "lost_ago_s": 3.0,

@@ -18,7 +18,7 @@ def wide(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "300")
 
 
-def test_the_timestamp_is_named_and_what_moving_it_brings(kv: Any, model: Path, tmp_path: Path) -> None:  # noqa: F811
+def test_lint_names_the_timestamp_and_its_cost(kv: Any, model: Path, tmp_path: Path) -> None:  # noqa: F811
     log = tmp_path / "log.jsonl"
     lines = [
         {"messages": [{"role": "system", "content": f"The time is 2026-11-29 12:{i:02d}:{7 * i % 60:02d}. {RULES}"}]}
@@ -55,7 +55,7 @@ def test_each_shape_of_a_request_is_read(kv: Any, model: Path, tmp_path: Path, l
 
 
 @pytest.mark.parametrize("line", ["nonsense", "[1]", '{"question": "?"}', '{"token_ids": ["x"]}', '{"messages": 3}'])
-def test_a_line_that_is_none_is_named(kv: Any, model: Path, tmp_path: Path, line: str) -> None:  # noqa: F811
+def test_an_invalid_line_is_named(kv: Any, model: Path, tmp_path: Path, line: str) -> None:  # noqa: F811
     log = tmp_path / "log.jsonl"
     log.write_text('{"prompt": "hello"}\n' + line)
     code, _, said = kv("lint", str(log), "-m", str(model))
@@ -63,7 +63,7 @@ def test_a_line_that_is_none_is_named(kv: Any, model: Path, tmp_path: Path, line
     assert "line 2" in said
 
 
-def test_an_empty_log_is_said(kv: Any, model: Path, tmp_path: Path) -> None:  # noqa: F811
+def test_an_empty_log_is_reported(kv: Any, model: Path, tmp_path: Path) -> None:  # noqa: F811
     (tmp_path / "log.jsonl").write_text("")
     code, _, said = kv("lint", str(tmp_path / "log.jsonl"), "-m", str(model))
     assert (code, "no requests" in said) == (2, True)

@@ -95,7 +95,7 @@ def test_an_unknown_subcommand_is_a_usage_error(
         ),
     ],
 )
-def test_what_goes_wrong_is_one_line_and_a_code(
+def test_an_error_is_one_line_and_an_exit_code(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], error: Exception, code: int, text: str
 ) -> None:
     monkeypatch.setattr(frame, "build_app", lambda: failing(error))
@@ -103,7 +103,7 @@ def test_what_goes_wrong_is_one_line_and_a_code(
     assert capsys.readouterr().err == text
 
 
-def test_a_defect_of_ours_shows_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unexpected_exception_shows_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
     for error in (ZeroDivisionError("ours"), ModuleNotFoundError("ours", name="kvcache.nonsense")):
         monkeypatch.setattr(frame, "build_app", lambda error=error: failing(error))
         monkeypatch.setattr(sys, "argv", ["kvcache"])
@@ -111,7 +111,7 @@ def test_a_defect_of_ours_shows_itself(monkeypatch: pytest.MonkeyPatch) -> None:
             frame.main()
 
 
-def test_help_brings_nothing_heavy() -> None:
+def test_help_imports_no_heavy_module() -> None:
     script = (
         "import sys\n"
         "from kvcache.cli.main import build_app\n"

@@ -43,7 +43,7 @@ def later(cache: Cache, monkeypatch: pytest.MonkeyPatch, seconds: float) -> None
     monkeypatch.setattr(type(cache.os_env.clock), "wall", lambda self: now + seconds)
 
 
-def test_ls_tells_bytes_and_last_use(cache: Cache, kv: Any) -> None:
+def test_ls_lists_bytes_and_last_use(cache: Cache, kv: Any) -> None:
     code, out, _ = kv("ls")
     assert code == 0
     for text in ("org/large", "acme", "org/small", "zeta", "host", "144 KiB", "36 KiB", "100.0%", " s ago"):
@@ -78,7 +78,7 @@ def test_prune_removes_namespaces_unused_for_that_time(cache: Cache, kv: Any, mo
     assert [row["tenant"] for row in json.loads(kv("ls", "--json")[1]) if row["tiers"]] == ["acme"]
 
 
-def test_a_restart_is_no_use(kv: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_restart_does_not_count_as_use(kv: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def opened() -> Any:
         return kvcache.open(
             host__capacity_bytes="4MiB",
@@ -101,11 +101,11 @@ def test_a_restart_is_no_use(kv: Any, tmp_path: Path, monkeypatch: pytest.Monkey
 @pytest.mark.parametrize(
     "arguments", [("prune",), ("prune", "--unused", "soon"), ("prune", "--unused", "0d"), ("pin", "x", "--for", "1")]
 )
-def test_what_makes_no_sense_is_exit_code_2(cache: Cache, kv: Any, arguments: tuple[str, ...]) -> None:
+def test_invalid_arguments_exit_with_2(cache: Cache, kv: Any, arguments: tuple[str, ...]) -> None:
     assert kv(*arguments)[0] == 2
 
 
-def test_a_prefix_is_pinned_by_its_name_by_a_request_and_by_its_tokens(cache: Cache, kv: Any) -> None:
+def test_pin_accepts_a_name_a_request_or_tokens(cache: Cache, kv: Any) -> None:
     from kvcache.daemon.server.report import Report
 
     (shared,) = Report(cache).prefixes()
@@ -136,7 +136,7 @@ def test_an_unknown_prefix_is_refused(cache: Cache, kv: Any) -> None:
 
 
 @pytest.mark.parametrize("tier", ["nvme", "object"])
-def test_what_is_pinned_comes_near_as_far_as_pins_may_keep_it(kv: Any, tmp_path: Path, tier: str) -> None:
+def test_pin_promotes_up_to_the_pin_budget(kv: Any, tmp_path: Path, tier: str) -> None:
     """From wherever this process has never read it; what others need of host memory stays theirs."""
     below = {
         "nvme": {"path": tmp_path / "nvme", "capacity_bytes": "64MiB", "min_free_bytes": 0},

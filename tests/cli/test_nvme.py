@@ -90,14 +90,16 @@ def test_inspect_counts_by_namespace_and_slot(store: Path, shell: Shell) -> None
     assert (slots["slot_bytes"], slots["records"], slots["quarantined"]) == (RECORD_BYTES, 30, 0)
 
 
-def test_a_table_for_people(store: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_inspect_prints_a_table(
+    store: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr(sys, "argv", ["kvcache", "nvme", "inspect", "--path", str(store)])
     with pytest.raises(SystemExit):
         frame.main()
     assert namespace().hex()[:12] in capsys.readouterr().out
 
 
-def test_check_finds_a_flipped_bit_and_changes_nothing(store: Path, shell: Shell) -> None:
+def test_check_finds_a_flipped_bit_without_writing(store: Path, shell: Shell) -> None:
     assert shell("check", "--path", store) == {"faults": []}
     damage(store, 3)
     (fault,) = shell("check", "--path", store, code=1)["faults"]
@@ -106,7 +108,7 @@ def test_check_finds_a_flipped_bit_and_changes_nothing(store: Path, shell: Shell
     assert shell("inspect", "--path", store)["records"] == 30
 
 
-def test_scrub_lets_damaged_records_go_and_a_dry_run_does_not(store: Path, shell: Shell) -> None:
+def test_scrub_removes_damaged_records_except_in_a_dry_run(store: Path, shell: Shell) -> None:
     damage(store, 3)
     damage(store, 5)
     assert shell("scrub", "--dry-run", "--path", store)["damaged"] == 2
@@ -127,7 +129,7 @@ def test_compact_leaves_a_checkpoint_alone(store: Path, shell: Shell) -> None:
     assert found(store) == 30
 
 
-def test_a_namespace_goes_to_another_directory(store: Path, tmp_path: Path, shell: Shell) -> None:
+def test_a_namespace_is_exported_to_another_directory(store: Path, tmp_path: Path, shell: Shell) -> None:
     file, other = tmp_path / "some.kvcarch", tmp_path / "other"
     assert shell("export", file, "--namespace", namespace(1).hex()[:8], "--path", store)["records"] == 10
     assert shell("import", file, "--dry-run", "--path", other)["records"] == 10
@@ -146,7 +148,7 @@ def test_a_damaged_record_is_not_exported(store: Path, tmp_path: Path, shell: Sh
     assert found(tmp_path / "other") == 29
 
 
-def test_an_import_refuses_every_byte_that_is_not_what_was_exported(store: Path, tmp_path: Path, shell: Shell) -> None:
+def test_an_import_refuses_any_changed_byte(store: Path, tmp_path: Path, shell: Shell) -> None:
     file = tmp_path / "all"
     shell("export", file, "--path", store)
     whole = file.read_bytes()
@@ -165,7 +167,7 @@ def test_an_import_refuses_every_byte_that_is_not_what_was_exported(store: Path,
     assert "its end says" in shell("import", file, "--dry-run", code=2)
 
 
-def test_an_import_without_room_says_so(
+def test_an_import_without_space_is_refused(
     store: Path, tmp_path: Path, shell: Shell, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("KVCACHE_NVME__CAPACITY_BYTES", "768KiB")
@@ -184,12 +186,12 @@ def test_a_store_in_use_is_refused_with_its_process(store: Path, shell: Shell, t
     tier.close()
 
 
-def test_what_is_no_store_is_not_made_one(tmp_path: Path, shell: Shell) -> None:
+def test_inspect_creates_no_store(tmp_path: Path, shell: Shell) -> None:
     assert "no FORMAT file" in shell("inspect", "--path", tmp_path, code=2)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_lost_journal_is_made_anew(store: Path, shell: Shell) -> None:
+def test_a_lost_journal_is_rebuilt(store: Path, shell: Shell) -> None:
     damage(store, 2)
     for path in [*store.glob("journal-*"), *store.glob("checkpoint-*")]:
         path.unlink()

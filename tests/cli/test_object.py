@@ -60,7 +60,7 @@ def left(store: Path) -> int:
         tier.close()
 
 
-def test_ls(kv: Any) -> None:
+def test_ls_lists_packs_by_namespace(kv: Any) -> None:
     code, out, _ = kv("ls")
     assert code == 0
     assert namespace().hex()[:8] in out
@@ -69,7 +69,7 @@ def test_ls(kv: Any) -> None:
     assert {name: row["packs"] for name, row in rows.items()} == {namespace().hex(): 2, namespace(1).hex(): 1}
 
 
-def test_prune_by_age(kv: Any, store: Path) -> None:
+def test_prune_removes_by_age(kv: Any, store: Path) -> None:
     assert json.loads(kv("prune", "--older-than", "7d", "--dry-run", "--json")[1])["packs"] == 1
     assert left(store) == 8
     code, out, _ = kv("prune", "--older-than", "7d")
@@ -88,19 +88,19 @@ def test_prune_by_size_takes_the_oldest(kv: Any, store: Path) -> None:
     assert [path for path in (store / "store").rglob("*") if path.is_file()] == []
 
 
-def test_prune_what_has_expired(kv: Any, store: Path) -> None:
+def test_prune_removes_expired_packs(kv: Any, store: Path) -> None:
     assert json.loads(kv("prune", "--expired", "--json")[1])["packs"] == 0
     assert left(store) == 8
 
 
 @pytest.mark.parametrize("words", [("prune",), ("prune", "--older-than", "soon"), ("prune", "--most", "much")])
-def test_what_makes_no_sense_removes_nothing(kv: Any, store: Path, words: tuple[str, ...]) -> None:
+def test_invalid_arguments_remove_nothing(kv: Any, store: Path, words: tuple[str, ...]) -> None:
     code, _, said = kv(*words)
     assert (code, bool(said)) == (2, True)
     assert left(store) == 8
 
 
-def test_no_store(kv: Any) -> None:
+def test_a_missing_store_is_reported(kv: Any) -> None:
     code, _, said = kv("ls", config=False)
     assert code == 2
     assert "object.url" in said

@@ -52,7 +52,7 @@ def served(model: str, settings: Path, tmp_path: Path, body: dict[str, Any]) -> 
         assert (process.returncode, rest) == (0, "")
 
 
-def test_answers_and_finds_its_blocks_after_a_restart(tmp_path: Path) -> None:
+def test_serve_answers_and_hits_after_a_restart(tmp_path: Path) -> None:
     model = tiny_model.make(tmp_path / "model")
     settings = tmp_path / "kvcache.toml"
     settings.write_text(f"""
@@ -69,7 +69,7 @@ def test_answers_and_finds_its_blocks_after_a_restart(tmp_path: Path) -> None:
     assert second["usage"]["prompt_tokens_details"]["cached_tokens"] == 80
 
 
-def test_what_is_wrong_is_one_line_and_exit_code_2(tmp_path: Path) -> None:
+def test_an_invalid_argument_exits_with_2_and_one_line(tmp_path: Path) -> None:
     ended = subprocess.run(
         [*COMMAND, "any", "--cache", "/no.toml"],
         check=False,
@@ -84,26 +84,26 @@ def test_what_is_wrong_is_one_line_and_exit_code_2(tmp_path: Path) -> None:
     assert ended.stderr.count("\n") == 1
 
 
-def test_a_model_that_is_not_there_is_said() -> None:
+def test_a_missing_model_is_reported() -> None:
     with pytest.raises(ModelError, match="/nowhere"):
         serve("/nowhere", port=0)
 
 
-def test_a_port_that_is_taken_is_said() -> None:
+def test_an_occupied_port_is_reported() -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
         with pytest.raises(ConfigError, match=f"--port {port}.*--port 0"):
             bind_listener("127.0.0.1", port)
 
 
-def test_pages_for_two_contexts_or_a_quarter_of_the_memory() -> None:
+def test_default_pages_fit_two_contexts_or_a_quarter() -> None:
     small = KVLayout.mha(layers=2, kv_heads=1, head_dim=8)
     assert default_pages(KVLayout(small.groups, max_tokens=100)) == 13
     huge = KVLayout.mha(layers=1000, kv_heads=64, head_dim=1024)
     assert 1 <= default_pages(KVLayout(huge.groups, max_tokens=10**9)) < 10**6
 
 
-def test_prompts_to_warm_up_with_are_read_before_all_else(tmp_path: Path) -> None:
+def test_warm_prompts_are_read_before_the_model(tmp_path: Path) -> None:
     settings = tmp_path / "kvcache.toml"
     settings.write_text(f'[warm]\nfile = "{tmp_path / "none"}"\n')
     with pytest.raises(ConfigError, match="No such file"):

@@ -44,7 +44,7 @@ def address() -> str:
     return f"{os.getpid()}-1"
 
 
-def test_stats_tells_what_more_memory_would_find(kv: Any, cache: Any) -> None:
+def test_stats_shows_the_miss_ratio_curve(kv: Any, cache: Any) -> None:
     code, said, _ = kv("stats", "--curve")
     assert code == 0
     assert "host, 1 MiB" in said
@@ -59,7 +59,7 @@ def test_stats_tells_what_more_memory_would_find(kv: Any, cache: Any) -> None:
     assert [point["times"] for point in told["tiers"]["host"]["points"]] == told["times"]
 
 
-def test_ps_lists_what_runs(cache: Any, kv: Any, address: str, runtime: Path) -> None:
+def test_ps_lists_running_caches(cache: Any, kv: Any, address: str, runtime: Path) -> None:
     code, out, _ = kv("ps")
     assert code == 0
     assert out.split()[:2] == ["address", "program"]
@@ -71,12 +71,12 @@ def test_ps_lists_what_runs(cache: Any, kv: Any, address: str, runtime: Path) ->
     assert row["models"] == ["org/model"]
 
 
-def test_ps_lists_nothing_where_nothing_runs(kv: Any) -> None:
+def test_ps_is_empty_without_running_caches(kv: Any) -> None:
     assert json.loads(kv("ps", "-o", "json")[1]) == []
     assert kv("ps")[0] == 0
 
 
-def test_ps_says_who_does_not_answer(runtime: Path, kv: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ps_shows_a_cache_that_does_not_answer(runtime: Path, kv: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     from kvcache.daemon.client import control as client
     from kvcache.daemon.server import control as server
 
@@ -88,7 +88,7 @@ def test_ps_says_who_does_not_answer(runtime: Path, kv: Any, monkeypatch: pytest
     assert client.COMMAND_TIMEOUT_S < 10
 
 
-def test_stats_tells_tokens_and_reasons(cache: Any, kv: Any) -> None:
+def test_stats_shows_tokens_and_reasons(cache: Any, kv: Any) -> None:
     code, out, _ = kv("stats")
     assert code == 0
     for text in ("requested", "84", "in 2 requests", "found in host", "47.6%", "cold", "never stored", "120 KiB"):
@@ -98,7 +98,7 @@ def test_stats_tells_tokens_and_reasons(cache: Any, kv: Any) -> None:
     assert 'kvcache_hit_tokens_total{tier="host"} 40.0' in kv("stats", "-o", "prometheus")[1]
 
 
-def test_events_tells_what_happened_last(cache: Any, kv: Any) -> None:
+def test_events_shows_the_last_events(cache: Any, kv: Any) -> None:
     code, out, _ = kv("events")
     assert code == 0
     assert all(text in out for text in ("stored", "host", "of 40", "10", "80 KiB"))
@@ -107,7 +107,7 @@ def test_events_tells_what_happened_last(cache: Any, kv: Any) -> None:
     assert json.loads(kv("events", "--tail", "0", "--json")[1]) == []
 
 
-def test_check_is_sound_or_fails(cache: Any, kv: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_check_exits_by_the_caches_faults(cache: Any, kv: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     assert kv("check")[:2] == (0, "sound\n")
     with monkeypatch.context() as patch:
         patch.setattr(cache, "check", lambda: [f"fault {i}" for i in range(1002)])
@@ -117,7 +117,7 @@ def test_check_is_sound_or_fails(cache: Any, kv: Any, monkeypatch: pytest.Monkey
         assert (code, json.loads(out)["count"]) == (1, 1002)
 
 
-def test_bypass_takes_a_cache_out_and_back(cache: Any, kv: Any, address: str) -> None:
+def test_bypass_turns_a_cache_off_and_on(cache: Any, kv: Any, address: str) -> None:
     code, out, _ = kv("bypass", "on", "--json")
     assert (code, json.loads(out)) == (0, [{"address": address, "mode": "on", "was": "off"}])
     assert cache.stats()["bypass"] == {"loads": True, "stores": True}
@@ -130,7 +130,7 @@ def test_bypass_takes_a_cache_out_and_back(cache: Any, kv: Any, address: str) ->
     assert cache.stats()["bypass"] == {"loads": False, "stores": False}
 
 
-def test_sync_waits_until_all_is_where_it_belongs(cache: Any, kv: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sync_waits_for_all_tiers(cache: Any, kv: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     assert kv("sync")[:2] == (0, "all of it is there\n")
     assert json.loads(kv("sync", "--json")[1]) == {"done": True, "tiers": {}, "fault": ""}
     report = FlushReport(
@@ -156,7 +156,7 @@ def test_a_running_cache_of_an_earlier_version_is_synced(cache: Any, kv: Any, mo
         assert kv("sync")[0] == (0 if flushed else 1)
 
 
-def test_of_several_one_is_picked(cache: Any, kv: Any, address: str, runtime: Path) -> None:
+def test_several_caches_need_an_address(cache: Any, kv: Any, address: str, runtime: Path) -> None:
     with closing(kvcache.open(host__capacity_bytes="2MiB", nvme__enabled=False)) as other:
         second = f"{os.getpid()}-2"
         code, _, err = kv("stats")
@@ -177,13 +177,13 @@ def test_of_several_one_is_picked(cache: Any, kv: Any, address: str, runtime: Pa
     "arguments",
     [("stats",), ("check",), ("events",), ("bypass", "on"), ("bypass", "on", "--all"), ("stats", "-a", "4711-1")],
 )
-def test_an_absent_daemon_is_exit_code_3_and_one_line(kv: Any, arguments: tuple[str, ...]) -> None:
+def test_an_absent_daemon_exits_with_3_and_one_line(kv: Any, arguments: tuple[str, ...]) -> None:
     code, out, err = kv(*arguments)
     assert (code, out, err.count("\n")) == (3, "", 1)
     assert err.startswith("kvcache: ")
 
 
-def test_a_wrong_word_is_exit_code_2(cache: Any, kv: Any) -> None:
+def test_an_invalid_argument_exits_with_2(cache: Any, kv: Any) -> None:
     assert kv("bypass", "maybe")[0] == 2
     assert kv("stats", "-o", "yaml")[0] == 2
     assert cache.bypass.mode == "off"

@@ -30,7 +30,7 @@ def run(*words: object) -> None:
     build_app()([str(word) for word in words], standalone_mode=False)
 
 
-def test_rows_are_what_the_simulator_says(trace: Path, tmp_path: Path) -> None:
+def test_rows_equal_the_simulator(trace: Path, tmp_path: Path) -> None:
     out = tmp_path / "out.json"
     run(
         "simulate", trace, "--capacity", "25%", "--capacity", "100", "--policy", "lru", "--policy", "opt", "--json", out
@@ -48,13 +48,13 @@ def test_rows_are_what_the_simulator_says(trace: Path, tmp_path: Path) -> None:
     assert 0 < rows[1]["hit_rate"] < 1
 
 
-def test_all_policies_by_default_and_a_table(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_all_policies_are_simulated_by_default(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run("simulate", trace, "--capacity", "7GiB")
     shown = capsys.readouterr().out
     assert all(policy in shown for policy in POLICIES)
 
 
-def test_a_drawing(trace: Path, tmp_path: Path) -> None:
+def test_plot_draws_the_curve(trace: Path, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib", reason="drawing is of the extra demo")
     run("simulate", trace, "--policy", "lru", "--png", tmp_path / "x.png")
     assert (tmp_path / "x.png").read_bytes().startswith(b"\x89PNG")
@@ -63,7 +63,7 @@ def test_a_drawing(trace: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "words", [("--capacity", "much"), ("--policy", "mru"), ("--seed", "3"), ("--tiers", "tape:3GiB")]
 )
-def test_what_makes_no_sense_is_refused(trace: Path, words: tuple[str, str]) -> None:
+def test_invalid_arguments_are_refused(trace: Path, words: tuple[str, str]) -> None:
     with pytest.raises(ConfigError):
         run("simulate", trace, *words)
 
@@ -85,7 +85,7 @@ def test_a_hierarchy_is_priced_by_its_rates(trace: Path, tmp_path: Path) -> None
     assert alone.without_s[-1] == pytest.approx(24 * 512 / 8000)
 
 
-def test_rates_are_those_that_a_running_cache_measured(trace: Path, tmp_path: Path) -> None:
+def test_default_rates_are_those_of_a_running_cache(trace: Path, tmp_path: Path) -> None:
     """Where none is given beside the size."""
     stats, out = tmp_path / "stats.json", tmp_path / "out.json"
     stats.write_text(json.dumps({"tiers": {"host": {"read_bytes_per_s": None}, "nvme": {"read_bytes_per_s": 2e8}}}))

@@ -48,14 +48,14 @@ def told(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
         (("--mla-latent", "576"), 80 * 576 * 2, 80 * 576 * 2 * 32768),
     ],
 )
-def test_a_shape_without_a_model(told, heads, token_bytes, context_bytes):
+def test_size_accepts_a_shape_without_a_model(told, heads, token_bytes, context_bytes):
     got = told(*SHAPE, *heads)
     assert (got["token_bytes"], got["context_bytes"]) == (token_bytes, context_bytes)
     assert got["block_bytes"] == 16 * token_bytes
     assert (got["model"], got["weights_bytes"], got["fit"]) == (None, None, {})
 
 
-def test_how_many_contexts_fit(told):
+def test_size_reports_the_contexts_that_fit(told):
     places = ("--weights", "40GiB", "--hbm", "80GiB", "--host", "256GiB", "--nvme", "2TiB")
     fit = told(*SHAPE, "--kv-heads", "8", *places)["fit"]
     assert {tier: row["contexts"] for tier, row in fit.items()} == {"hbm": 4, "host": 25, "nvme": 204}
@@ -68,7 +68,7 @@ def test_how_many_contexts_fit(told):
     assert told(*SHAPE, "--kv-heads", "8", "--weights", "40GiB", "--hbm", "24GiB")["fit"]["hbm"]["contexts"] == 0
 
 
-def test_a_model(told, tmp_path: Path):
+def test_size_reads_a_model_directory(told, tmp_path: Path):
     (tmp_path / "config.json").write_text(json.dumps(LLAMA))
     got = told(str(tmp_path))
     assert (got["tokens"], got["token_bytes"], got["weights_bytes"]) == (1024, 2 * 4 * 2 * 8 * 2, None)
@@ -79,7 +79,7 @@ def test_a_model(told, tmp_path: Path):
     assert told(str(tmp_path), "--dtype", "fp32", "--tokens", "17", "--block-tokens", "8")["context_bytes"] == 24 * 512
 
 
-def test_a_model_with_windows(told, tmp_path: Path):
+def test_size_counts_windowed_layers(told, tmp_path: Path):
     (tmp_path / "config.json").write_text(json.dumps(LLAMA | {"model_type": "gemma2", "sliding_window": 32}))
     got = told(str(tmp_path), "--tokens", "1024")
     head_dim, a_layer = 256, 2 * 2 * 256 * 2
@@ -91,7 +91,7 @@ def test_a_model_with_windows(told, tmp_path: Path):
     assert got["context_bytes"] == 2 * a_layer * (1024 + 32)
 
 
-def test_the_table_says_the_same(monkeypatch, capsys, tmp_path: Path):
+def test_the_table_equals_the_json(monkeypatch, capsys, tmp_path: Path):
     monkeypatch.setenv("COLUMNS", "120")
     assert run(monkeypatch, *SHAPE, "--heads", "64", "--nvme", "2TiB") == 0
     lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
@@ -124,7 +124,7 @@ def test_the_table_says_the_same(monkeypatch, capsys, tmp_path: Path):
         (("--layers", "8", "--heads", "8", "--tokens", "0"), "--tokens"),
     ],
 )
-def test_what_makes_no_sense_is_refused(monkeypatch, capsys, arguments, said):
+def test_invalid_arguments_are_refused(monkeypatch, capsys, arguments, said):
     monkeypatch.setenv("COLUMNS", "200")
     assert run(monkeypatch, *arguments) == 2
     assert said in capsys.readouterr().err

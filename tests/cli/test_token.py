@@ -9,7 +9,7 @@ from kvcache.cli.main import build_app
 from kvcache.daemon.server.auth import Tenants
 
 
-def test_what_it_prints_lets_its_token_in(tmp_path: Path) -> None:
+def test_the_printed_hash_accepts_its_token(tmp_path: Path) -> None:
     token, line = CliRunner().invoke(build_app(), ["token"]).stdout.splitlines()
     path = tmp_path / "tenants"
     path.write_text(f"[acme]\n{line}\n")

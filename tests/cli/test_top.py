@@ -84,7 +84,7 @@ def words(cache: Cache) -> list[str]:
     ]
 
 
-def test_once_by_the_socket_and_by_the_page(cache: Cache, kv: Any, serve: Callable[..., str]) -> None:
+def test_top_reads_the_socket_or_the_http_page(cache: Cache, kv: Any, serve: Callable[..., str]) -> None:
     for arguments in (("top", "--once"), ("top", "--once", "--url", serve())):
         code, out, err = kv(*arguments)
         assert (code, err) == (0, "")
@@ -99,7 +99,7 @@ def test_json_is_the_same_from_both(cache: Cache, kv: Any, serve: Callable[..., 
     assert len(local["prefixes"]) == 1
 
 
-def test_live_it_shows_what_happened_between_two_looks(cache: Cache, kv: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_top_shows_rates_between_two_polls(cache: Cache, kv: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     bound, looks = bound_to(cache, tenant="acme", model="org/large"), iter(range(3))
 
     def sleep(seconds: float) -> None:
@@ -131,25 +131,25 @@ def text(picture: Any) -> str:
     return out.getvalue()
 
 
-def test_a_cache_that_began_anew_has_no_negative_rates(cache: Cache) -> None:
+def test_a_restarted_cache_has_no_negative_rates(cache: Cache) -> None:
     now = {"time": 10.0, "stats": {"counters": {"asked_tokens": 5, "hit_tokens": {"host": 3}}, "tiers": {}}}
     before = {"time": 8.0, "stats": {"counters": {"asked_tokens": 500, "hit_tokens": {"host": 300}}, "tiers": {}}}
     assert top.counter_delta(before, now, "asked_tokens") == top.counter_delta(before, now, "hit_tokens", "host") == 0
     assert top.counter_delta(now, before, "hit_tokens") == 297
 
 
-def test_a_bypass_is_said_first(cache: Cache, kv: Any) -> None:
+def test_a_bypass_is_shown_first(cache: Cache, kv: Any) -> None:
     cache.bypass.set("on")
     assert kv("top", "--once")[1].startswith("bypassed: loads, stores")
 
 
-def test_an_empty_cache_is_no_reason_to_fail(kv: Any) -> None:
+def test_top_works_on_an_empty_cache(kv: Any) -> None:
     with closing(kvcache.open(host__capacity_bytes="4MiB", nvme__enabled=False)):
         code, out, err = kv("top", "--once")
         assert (code, "no requests yet" in out, err) == (0, True, "")
 
 
-def test_quota_tells_what_each_tenant_has_and_may(cache: Cache, kv: Any) -> None:
+def test_quota_lists_usage_and_limits_of_each_tenant(cache: Cache, kv: Any) -> None:
     code, out, _ = kv("quota")
     used = cache.stats()["tiers"]["host"]["used_bytes"]
     assert code == 0
@@ -159,7 +159,7 @@ def test_quota_tells_what_each_tenant_has_and_may(cache: Cache, kv: Any) -> None
     assert (row["tenant"], row["quotas"], row["least"]) == ("acme", {"host": 2 << 20}, {"host": 1 << 20})
 
 
-def test_quota_tells_of_a_daemon_what_each_may_ask_for(cache: Cache, kv: Any) -> None:
+def test_quota_lists_rate_limits_of_a_daemon(cache: Cache, kv: Any) -> None:
     rates = {
         "acme": {"bandwidth": 3 << 20, "operations": 1500.0, "moved_bytes": 5 << 20, "refused": 7},
         "new": {"bandwidth": None, "operations": None, "moved_bytes": 0, "refused": 0},
@@ -172,7 +172,7 @@ def test_quota_tells_of_a_daemon_what_each_may_ask_for(cache: Cache, kv: Any) ->
     assert told == rates
 
 
-def test_by_a_page_that_wants_a_token(kv: Any, serve: Callable[..., str], tmp_path: Path) -> None:
+def test_top_sends_its_token_to_the_page(kv: Any, serve: Callable[..., str], tmp_path: Path) -> None:
     url = serve(owner=OWNERS.get)
     file = tmp_path / "token"
     file.write_text("acme-token\n")
@@ -184,7 +184,7 @@ def test_by_a_page_that_wants_a_token(kv: Any, serve: Callable[..., str], tmp_pa
         fetch_json(url, "api/info", environ={"KVCACHE_TOKEN": "nobody"})
 
 
-def test_what_is_no_page_of_ours(serve: Callable[..., str]) -> None:
+def test_a_url_without_the_api_is_refused(serve: Callable[..., str]) -> None:
     url = serve()
     for path in ("healthz", "page.css", "api/nothing", "nothing"):
         with pytest.raises(UnreachableError):

@@ -48,7 +48,7 @@ def cache(settings: Path) -> Iterator[Any]:
         yield opened
 
 
-def test_prompts_of_a_file(kv: Any, cache: Any, settings: Path, spoken: Spoken, tmp_path: Path) -> None:
+def test_warm_reads_prompts_from_a_file(kv: Any, cache: Any, settings: Path, spoken: Spoken, tmp_path: Path) -> None:
     spoken.say["/v1/completions"] = (200, USED)
     file = tmp_path / "prompts.jsonl"
     file.write_text('"one"\n[1, 2]\n{"messages": [{"role": "user", "content": "x"}]}\n')
@@ -64,9 +64,7 @@ def test_prompts_of_a_file(kv: Any, cache: Any, settings: Path, spoken: Spoken, 
     assert json.loads(out)[2] == {"prompt": 3, "what": "computed", "tokens": 40, "cached": 32, "why": ""}
 
 
-def test_without_a_running_cache_nothing_is_said_to_be_stored(
-    kv: Any, settings: Path, spoken: Spoken, tmp_path: Path
-) -> None:
+def test_warm_without_a_cache_reports_no_stores(kv: Any, settings: Path, spoken: Spoken, tmp_path: Path) -> None:
     spoken.say["/v1/completions"] = (200, USED)
     file = tmp_path / "prompts.jsonl"
     file.write_text('"one"\n')
@@ -77,7 +75,7 @@ def test_without_a_running_cache_nothing_is_said_to_be_stored(
         assert "did not reach the fleet" in row["why"]
 
 
-def test_without_a_redis_each_is_alone(kv: Any, spoken: Spoken, tmp_path: Path) -> None:
+def test_warm_without_redis_computes_every_prompt(kv: Any, spoken: Spoken, tmp_path: Path) -> None:
     spoken.say["/v1/completions"] = (200, USED)
     file = tmp_path / "prompts.jsonl"
     file.write_text('"one"\n')
@@ -87,7 +85,7 @@ def test_without_a_redis_each_is_alone(kv: Any, spoken: Spoken, tmp_path: Path) 
     assert "no Redis" in err
 
 
-def test_what_the_fleet_uses_most(kv: Any, cache: Any, server: RedisServer, settings: Path) -> None:
+def test_warm_hot_loads_the_fleets_most_used_prefixes(kv: Any, cache: Any, server: RedisServer, settings: Path) -> None:
     bound, engine = bind(cache), Engine(FULL)
     tokens = list(range(32))
     store(bound, engine, tokens, list(range(8)))
@@ -113,7 +111,7 @@ def test_what_the_fleet_uses_most(kv: Any, cache: Any, server: RedisServer, sett
         assert (code, "chains" in out) == (0, True)
 
 
-def test_what_makes_no_sense(kv: Any, tmp_path: Path) -> None:
+def test_invalid_arguments_are_refused(kv: Any, tmp_path: Path) -> None:
     file = tmp_path / "prompts.jsonl"
     file.write_text('"one"\n')
     for arguments, wanted in (
@@ -132,7 +130,7 @@ def test_what_makes_no_sense(kv: Any, tmp_path: Path) -> None:
     assert (code, "no running cache of this user" in err) == (3, True)
 
 
-def test_nothing_is_said_to_be_stored_while_an_engine_s_cache_does_not_answer(
+def test_warm_reports_no_stores_of_a_silent_cache(
     cache: Any,
 ) -> None:
     """Whichever of those that run here is the engine's; another one's word is not enough."""

@@ -63,7 +63,7 @@ def intact(tier: NvmeTier, addresses: list[Address]) -> bool:
     return set(outcomes) <= {DONE} and all(map(holds, into, addresses))
 
 
-def test_a_full_file_system_costs_only_what_found_no_room(drive: Path) -> None:
+def test_a_full_file_system_drops_only_new_records(drive: Path) -> None:
     clock = Clock()
     tier = opened(drive, clock)
     blocks = chain(2000)
@@ -81,7 +81,7 @@ def test_a_full_file_system_costs_only_what_found_no_room(drive: Path) -> None:
     assert tier.close()
 
 
-def test_a_journal_that_cannot_grow_stops_writes_and_they_come_back(drive: Path) -> None:
+def test_writes_resume_after_the_journal_can_grow(drive: Path) -> None:
     """Others took the last byte: slots are there, the journal's next frame is not."""
     clock = Clock()
     tier = opened(drive, clock)
@@ -108,7 +108,7 @@ def test_a_journal_that_cannot_grow_stops_writes_and_they_come_back(drive: Path)
     assert tier.close()
 
 
-def test_a_cache_over_a_full_drive_answers_from_memory_and_goes_on(drive: Path) -> None:
+def test_a_cache_over_a_full_drive_serves_from_memory(drive: Path) -> None:
     cache = kvcache.open(
         host={"capacity_bytes": 16 * MIB},
         nvme={"path": drive / "nvme", "capacity_bytes": 64 * MIB, "segment_bytes": 2 * MIB, "min_free_bytes": 0},
@@ -125,7 +125,7 @@ def test_a_cache_over_a_full_drive_answers_from_memory_and_goes_on(drive: Path) 
     cache.close()
 
 
-def test_a_file_system_that_turned_read_only_is_read_on(drive: Path) -> None:
+def test_a_read_only_file_system_is_still_read(drive: Path) -> None:
     """As ext4 does it by itself, where it met an error: everything written from then on fails."""
     with Path("/proc/self/mounts").open() as mounts:
         device = next(line.split()[0] for line in mounts if line.split()[1] == str(drive))

@@ -53,13 +53,13 @@ def read(tier: NvmeTier, address: Address) -> Outcome:
 
 @pytest.mark.parametrize("number", ERRORS)
 @pytest.mark.parametrize("kind", ["read", "write", "sync"])
-def test_any_errno(kind: str, number: int) -> None:
+def test_every_errno_is_survived(kind: str, number: int) -> None:
     for seed in range(2):
         NvmeSimulation(seed, fault=f"{kind} errors", errors=[number]).run()
 
 
 @pytest.mark.parametrize("power_cut", [False, True])
-def test_a_crash_at_every_step(power_cut: bool) -> None:
+def test_a_crash_at_every_step_is_survived(power_cut: bool) -> None:
     """Of one run that makes, fills, empties and releases segments, and compacts."""
     length = 0
     while True:
@@ -90,7 +90,7 @@ def test_a_crash_at_every_step(power_cut: bool) -> None:
     assert length > 60
 
 
-def test_a_compaction_that_failed_costs_nothing_durable() -> None:
+def test_a_failed_compaction_loses_nothing_durable() -> None:
     """The disk is full when the checkpoint is due; the store goes on, is synced, and the power goes."""
     for seed in range(20):
         disk = SimDisk(seed)
@@ -115,7 +115,7 @@ def test_a_compaction_that_failed_costs_nothing_durable() -> None:
         tier.close()
 
 
-def test_what_a_failed_sync_should_have_covered_is_written_again() -> None:
+def test_writes_of_a_failed_sync_are_written_again() -> None:
     """The disk forgets what it could not sync, and says yes the next time."""
     for seed in range(10):
         disk = SimDisk(seed)
@@ -134,7 +134,7 @@ def test_what_a_failed_sync_should_have_covered_is_written_again() -> None:
         tier.close()
 
 
-def test_what_cannot_be_read_back_is_not_promised() -> None:
+def test_a_sync_fails_if_records_cannot_be_read_back() -> None:
     disk = SimDisk(0)
     tier = simulated(disk, "batch")
     tier._flush_after = 1e9
@@ -152,7 +152,7 @@ def test_what_cannot_be_read_back_is_not_promised() -> None:
     tier.close()
 
 
-def test_one_bad_sector_does_not_fail_its_neighbours() -> None:
+def test_a_bad_sector_fails_only_its_record() -> None:
     """Neighbours are read by one call; where it fails each is read alone."""
     disk = SimDisk(0)
     tier = simulated(disk)
@@ -234,7 +234,7 @@ def test_a_drive_that_hangs_on_writes_still_reads(tmp_path: Path) -> None:
         assert tier.write(more, [record(a) for a in more]) == (DONE, DONE)
 
 
-def test_what_waits_behind_a_drive_that_hangs_is_late(tmp_path: Path) -> None:
+def test_requests_behind_a_hung_drive_time_out(tmp_path: Path) -> None:
     """Nobody calls the tier meanwhile: the ticket itself knows the time."""
     clock = Clock()
     with hanging(tmp_path, clock, threads=1) as (tier, disk):
@@ -249,7 +249,7 @@ def test_what_waits_behind_a_drive_that_hangs_is_late(tmp_path: Path) -> None:
         assert ticket.outcomes == (Outcome.TIMED_OUT, Outcome.TIMED_OUT)
 
 
-def test_closing_does_not_wait_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_close_has_a_time_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nvme_tier, "_CLOSE_S", 0.0)
     with hanging(tmp_path, Clock(), threads=1) as (tier, disk):
         disk.may_write.clear()
@@ -263,7 +263,7 @@ def test_closing_does_not_wait_for_ever(tmp_path: Path, monkeypatch: pytest.Monk
         assert under_way.wait(60)
 
 
-def test_a_directory_that_vanishes_is_misses_and_refusals(tmp_path: Path) -> None:
+def test_a_deleted_directory_gives_misses_and_refusals(tmp_path: Path) -> None:
     tier = NvmeTier(str(tmp_path / "store"), NvmeSettings(capacity_bytes=4 << 20, min_free_bytes=0))
     blocks = chain(3)
     tier.write(blocks, [record(a) for a in blocks])
@@ -277,7 +277,7 @@ def test_a_directory_that_vanishes_is_misses_and_refusals(tmp_path: Path) -> Non
     tier.close()
 
 
-def test_a_mount_that_vanished_and_came_back(tmp_path: Path) -> None:
+def test_a_remounted_directory_is_used_again(tmp_path: Path) -> None:
     """The directory is gone under a running tier, and later there again, as it was."""
     clock = Clock()
     tier = NvmeTier(

@@ -76,7 +76,7 @@ def told(cache: Cache, name: str) -> str:
     return "\n".join(describe_story(story(cache, name), None))
 
 
-def test_late_where_a_drive_hangs(stored: Drive) -> None:
+def test_a_hung_drive_is_a_timed_out_miss(stored: Drive) -> None:
     with closing(opened(stored)) as cache:
         with stored.hung():
             ask(cache, "waits", deadline_s=0.05)
@@ -88,7 +88,7 @@ def test_late_where_a_drive_hangs(stored: Drive) -> None:
         assert misses(cache) == {"late": 1}, "what came after all is there for the next one"
 
 
-def test_failed_where_a_drive_cannot_read(stored: Drive) -> None:
+def test_a_failed_read_is_a_failed_miss(stored: Drive) -> None:
     with closing(opened(stored)) as cache:
         ask(cache, "unlucky", before=lambda: stored.fails.update(read=(1.0, errno.EIO)))
         stored.fails.clear()
@@ -99,7 +99,7 @@ def test_failed_where_a_drive_cannot_read(stored: Drive) -> None:
 
 
 @pytest.mark.parametrize("number", [errno.EIO, errno.ENOSPC])
-def test_store_failed_where_a_drive_cannot_write(number: int) -> None:
+def test_a_failed_write_is_a_store_failed_miss(number: int) -> None:
     drive = Drive()
     with closing(opened(drive, host="240KiB")) as cache:
         drive.fails["write"] = 1.0, number
@@ -118,5 +118,5 @@ def test_store_failed_where_a_drive_cannot_write(number: int) -> None:
         assert ADVICE["store_failed"] in told(cache, "again")
 
 
-def test_every_reason_has_its_advice() -> None:
+def test_every_reason_has_advice() -> None:
     assert set(ADVICE) == set(REASONS["misses", "reason"])

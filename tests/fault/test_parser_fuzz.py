@@ -359,7 +359,7 @@ PARSERS: dict[str, Parser] = {
 
 
 @pytest.mark.parametrize("what", PARSERS)
-def test_any_bytes(what: str, request: pytest.FixtureRequest, tmp_path: Path) -> None:
+def test_corrupt_bytes_raise_the_parsers_own_error(what: str, request: pytest.FixtureRequest, tmp_path: Path) -> None:
     parser, rng = PARSERS[what], random.Random(what)
     refused = 0
     for _ in range(parser.rounds * (100 if request.config.getoption("--long") else 1)):
@@ -376,7 +376,7 @@ def test_any_bytes(what: str, request: pytest.FixtureRequest, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("what", PARSERS)
-def test_what_is_sound_is_read(what: str, tmp_path: Path) -> None:
+def test_valid_bytes_are_read(what: str, tmp_path: Path) -> None:
     parser = PARSERS[what]
     first = parser.sound[0]
     parser.read(first, tmp_path) if parser.files else parser.read(first)  # type: ignore[call-arg]
@@ -388,12 +388,12 @@ OF_NO_KEYS = [b"1\r\n%b", b"2\r\n%b:7\r\n", b"2\r\n%b*1\r\n:7\r\n", b"2\r\n%b$1\
 
 
 @pytest.mark.parametrize("reply", [*LARGE, *DEEP, *(b">" + told % b"$10\r\ninvalidate\r\n" for told in OF_NO_KEYS)])
-def test_a_server_that_announces_what_no_memory_holds_or_tells_of_no_keys(reply: bytes) -> None:
+def test_absurd_server_replies_are_refused(reply: bytes) -> None:
     with pytest.raises(ProtocolError):
         read_reply(reply + b":7\r\n")
 
 
-def test_any_archive(request: pytest.FixtureRequest, tmp_path: Path) -> None:
+def test_corrupt_archives_are_refused(request: pytest.FixtureRequest, tmp_path: Path) -> None:
     sound, rng = archives(tmp_path), random.Random(0)
     read_archive(sound[0], tmp_path)
     for _ in range(10_000 if request.config.getoption("--long") else 150):

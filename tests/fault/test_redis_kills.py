@@ -74,7 +74,7 @@ def killed(server: RedisServer, after_s: float) -> None:
             writer.stdout.close()
 
 
-def test_writers_are_killed(server: RedisServer, request: pytest.FixtureRequest) -> None:
+def test_killed_writers_leave_no_torn_record(server: RedisServer, request: pytest.FixtureRequest) -> None:
     names, chance = KeyNames("kvcache"), random.Random(1)
     blocks = chain(BLOCKS)
     tier = RedisTier(RedisSettings(url=server.unix, part_bytes=256 << 10, timeout_s=60))

@@ -36,12 +36,12 @@ PARTS = 20
 
 
 @pytest.mark.parametrize("part", range(PARTS))
-def test_a_life(part: int, request: pytest.FixtureRequest) -> None:
+def test_random_runs_agree_with_the_model(part: int, request: pytest.FixtureRequest) -> None:
     for seed in range(part, 2000 if request.config.getoption("--long") else 200, PARTS):
         NvmeSimulation(seed).run()
 
 
-def test_a_seed_plays_the_same_again() -> None:
+def test_a_seed_gives_the_same_run_again() -> None:
     """In another process too, where sets of bytes and of objects have another order."""
     code = (
         "from tests.fault.nvme_simulation import NvmeSimulation\n"
@@ -249,7 +249,7 @@ def broken(name: str) -> Iterator[dict[str, str]]:
 
 
 @pytest.mark.parametrize("name", MUTANTS)
-def test_a_wrong_tier_is_found(name: str) -> None:
+def test_a_broken_tier_is_detected(name: str) -> None:
     with broken(name) as lives:
         for seed in range(150):
             try:

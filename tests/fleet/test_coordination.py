@@ -21,7 +21,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "operations.md"
 
 
 @pytest.mark.parametrize("lines", [1, 2], ids=["a user for records", "and for warming up"])
-def test_the_rights_that_the_page_names_are_enough(server: RedisServer, tmp_path: Path, lines: int) -> None:
+def test_the_documented_acl_is_enough(server: RedisServer, tmp_path: Path, lines: int) -> None:
     rights = [line.split() for line in re.findall(r"^ *ACL SETUSER engine (.*)$", PAGE.read_text(), re.MULTILINE)]
     assert len(rights) == 2
     (tmp_path / "password").write_text("PASSWORD")
@@ -49,7 +49,7 @@ def test_the_rights_that_the_page_names_are_enough(server: RedisServer, tmp_path
         server.client.execute_command("ACL", "DELUSER", "engine")
 
 
-def test_a_slot_that_moved_is_followed_and_one_that_moves_is_an_error() -> None:
+def test_a_moved_slot_is_followed_and_a_migrating_one_fails() -> None:
     cluster = Cluster()
     coordination = Coordination(RedisSettings(enabled=True, url=cluster.url, mode="cluster", timeout_s=20))
     try:

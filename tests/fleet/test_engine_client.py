@@ -61,7 +61,7 @@ def spoken(monkeypatch: pytest.MonkeyPatch) -> Iterator[Spoken]:
 USED = b'{"usage": {"prompt_tokens": 40, "prompt_tokens_details": {"cached_tokens": 32}}}'
 
 
-def test_each_kind_goes_where_it_belongs(spoken: Spoken, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_prompt_kind_is_posted_to_its_endpoint(spoken: Spoken, monkeypatch: pytest.MonkeyPatch) -> None:
     spoken.say |= {"/v1/completions": (200, USED), "/v1/chat/completions": (200, USED)}
     monkeypatch.setenv(API_KEY_VARIABLE, "secret")
     engine = EngineClient(spoken.url + "/v1/")
@@ -78,18 +78,18 @@ def test_each_kind_goes_where_it_belongs(spoken: Spoken, monkeypatch: pytest.Mon
     assert {headers["authorization"] for _, headers, _ in spoken.heard} == {"Bearer secret"}
 
 
-def test_a_model_that_is_named_is_not_asked_for(spoken: Spoken) -> None:
+def test_a_named_model_is_not_requested(spoken: Spoken) -> None:
     assert EngineClient(spoken.url, "mine").model == "mine"
     assert spoken.heard == []
 
 
-def test_an_engine_that_does_not_tell_what_was_cached(spoken: Spoken) -> None:
+def test_an_engine_without_cached_tokens_is_accepted(spoken: Spoken) -> None:
     for said in (b"{}", b'{"usage": null}', b'{"usage": {"prompt_tokens": 7, "prompt_tokens_details": null}}'):
         spoken.say["/v1/completions"] = (200, said)
         assert EngineClient(spoken.url, "m").prefill(Prompt("text", "a")).cached == 0
 
 
-def test_refusals_are_told_in_the_engines_words(spoken: Spoken) -> None:
+def test_refusals_quote_the_engines_message(spoken: Spoken) -> None:
     spoken.say["/v1/completions"] = (400, b'{"error": {"message": "too long"}}')
     with pytest.raises(EngineError, match="400, too long"):
         EngineClient(spoken.url, "m").prefill(Prompt("text", "a"))
@@ -98,25 +98,25 @@ def test_refusals_are_told_in_the_engines_words(spoken: Spoken) -> None:
 
 
 @pytest.mark.parametrize("said", [b"no json", b"[]", b"", b"\xff"])
-def test_what_speaks_something_else(spoken: Spoken, said: bytes) -> None:
+def test_a_server_of_another_protocol_is_refused(spoken: Spoken, said: bytes) -> None:
     spoken.say["/v1/completions"] = (200, said)
     with pytest.raises(UnreachableError, match="/v1/completions"):
         EngineClient(spoken.url, "m").prefill(Prompt("text", "a"))
 
 
 @pytest.mark.parametrize("said", [b"{}", b'{"data": []}', b'{"data": [{}]}', b'{"data": 7}'])
-def test_no_model_is_named(spoken: Spoken, said: bytes) -> None:
+def test_an_engine_without_models_is_refused(spoken: Spoken, said: bytes) -> None:
     spoken.say["/v1/models"] = (200, said)
     with pytest.raises(UnreachableError, match="--model"):
         _ = EngineClient(spoken.url).model
 
 
-def test_no_server_is_there() -> None:
+def test_an_unreachable_engine_is_reported() -> None:
     with pytest.raises(UnreachableError, match="is an engine serving"):
         _ = EngineClient("http://127.0.0.1:1").model
 
 
 @pytest.mark.parametrize("url", ["localhost:8000", "ftp://a", "http://", "file:///etc/passwd", ""])
-def test_urls_that_are_none(url: str) -> None:
+def test_invalid_urls_are_refused(url: str) -> None:
     with pytest.raises(ConfigError, match="--engine"):
         EngineClient(url)

@@ -15,7 +15,7 @@ from tests.peer.redis_topology import Cluster, until
 pytestmark = pytest.mark.skipif(bool(MISSING), reason=MISSING)
 
 
-def test_one_has_it_and_the_others_do_not(make_coordination: Callable[[], Coordination]) -> None:
+def test_a_lease_has_one_holder(make_coordination: Callable[[], Coordination]) -> None:
     one, two = (PromptLease(make_coordination(), "d") for _ in range(2))
     assert one.acquire() is LeaseResult.ACQUIRED
     assert two.acquire() is LeaseResult.HELD_ELSEWHERE
@@ -25,7 +25,7 @@ def test_one_has_it_and_the_others_do_not(make_coordination: Callable[[], Coordi
     assert PromptLease(make_coordination(), "another").acquire() is LeaseResult.ACQUIRED
 
 
-def test_given_up_it_is_the_next_ones(make_coordination: Callable[[], Coordination]) -> None:
+def test_a_released_lease_can_be_acquired(make_coordination: Callable[[], Coordination]) -> None:
     one, two = (PromptLease(make_coordination(), "d") for _ in range(2))
     assert one.acquire() is LeaseResult.ACQUIRED
     assert one.release()
@@ -35,7 +35,7 @@ def test_given_up_it_is_the_next_ones(make_coordination: Callable[[], Coordinati
     assert two.renew()
 
 
-def test_a_node_that_sleeps_through_its_lease_cannot_speak_for_the_next(
+def test_an_expired_holder_cannot_renew_or_mark_stored(
     server: RedisServer, make_coordination: Callable[[], Coordination]
 ) -> None:
     one, two = PromptLease(make_coordination(), "d", lease_s=0.02), PromptLease(make_coordination(), "d")
@@ -48,7 +48,7 @@ def test_a_node_that_sleeps_through_its_lease_cannot_speak_for_the_next(
     assert {int(server.client.pttl(key)) > 0 for key in server.client.scan_iter()} == {True}, "nothing is left for ever"
 
 
-def test_it_is_kept_while_the_work_takes_its_time(
+def test_a_lease_is_renewed_during_long_work(
     server: RedisServer, make_coordination: Callable[[], Coordination]
 ) -> None:
     one, two = PromptLease(make_coordination(), "d", lease_s=60, renew_s=0.01), PromptLease(make_coordination(), "d")
@@ -63,7 +63,7 @@ def test_it_is_kept_while_the_work_takes_its_time(
     assert two.acquire() is LeaseResult.STORED
 
 
-def test_work_that_fails_gives_it_up(make_coordination: Callable[[], Coordination]) -> None:
+def test_failed_work_releases_the_lease(make_coordination: Callable[[], Coordination]) -> None:
     one, two = (PromptLease(make_coordination(), "d") for _ in range(2))
     assert one.acquire() is LeaseResult.ACQUIRED
     with pytest.raises(ZeroDivisionError), one.keep_renewed():
@@ -71,7 +71,7 @@ def test_work_that_fails_gives_it_up(make_coordination: Callable[[], Coordinatio
     assert two.acquire() is LeaseResult.ACQUIRED
 
 
-def test_many_at_once_one_gets_it(make_coordination: Callable[[], Coordination]) -> None:
+def test_concurrent_acquires_have_one_winner(make_coordination: Callable[[], Coordination]) -> None:
     leases = [PromptLease(make_coordination(), "d") for _ in range(8)]
     gate, turns = threading.Barrier(8), []
 
@@ -87,14 +87,14 @@ def test_many_at_once_one_gets_it(make_coordination: Callable[[], Coordination])
     assert sorted(turn.value for turn in turns) == ["another's"] * 7 + ["mine"]
 
 
-def test_no_server_is_an_error_and_not_a_lease() -> None:
+def test_an_unreachable_server_is_an_error() -> None:
     coordination = Coordination(RedisSettings(enabled=True, url="redis://127.0.0.1:1/0", timeout_s=20))
     with pytest.raises(OSError, match="ConnectionRefusedError"):
         PromptLease(coordination, "d").acquire()
     coordination.close()
 
 
-def test_in_a_cluster_all_notes_of_a_prompt_are_on_one_server() -> None:
+def test_all_keys_of_a_prompt_share_a_cluster_slot() -> None:
     cluster = Cluster()
     coordination = Coordination(RedisSettings(enabled=True, url=cluster.url, mode="cluster"))
     try:

@@ -59,7 +59,7 @@ def heated(server: RedisServer, *uses: int) -> None:
 
 
 @pytest.mark.parametrize("layout", [FULL, HYBRID], ids=["one group", "groups of three rules"])
-def test_what_one_node_uses_another_has_near(fleet: Any, server: RedisServer, layout: Any) -> None:
+def test_a_node_prefetches_prefixes_used_by_another(fleet: Any, server: RedisServer, layout: Any) -> None:
     first = fleet()
     bound, engine = bind(first, layout), Engine(layout)
     for prompt in PROMPTS:
@@ -82,7 +82,7 @@ def test_what_one_node_uses_another_has_near(fleet: Any, server: RedisServer, la
     assert second.check() == []
 
 
-def test_what_was_fetched_is_what_was_stored(fleet: Any, server: RedisServer) -> None:
+def test_prefetched_blocks_equal_the_stored_ones(fleet: Any, server: RedisServer) -> None:
     first = fleet()
     bound, engine = bind(first), Engine(FULL)
     engine.fill(7, list(range(8)))
@@ -120,7 +120,7 @@ def test_a_limit_on_bytes_keeps_the_head(fleet: Any, server: RedisServer) -> Non
     assert sorted(near(second, mine, prompt) for prompt in PROMPTS) == [0, 0, 8, 8]
 
 
-def test_an_operator_asks_for_it(fleet: Any, server: RedisServer) -> None:
+def test_an_operator_can_trigger_a_prefetch(fleet: Any, server: RedisServer) -> None:
     first, second = fleet(), fleet()
     bound, engine = bind(first), Engine(FULL)
     store(bound, engine, PROMPTS[0], list(range(8)))
@@ -139,7 +139,7 @@ def test_an_operator_asks_for_it(fleet: Any, server: RedisServer) -> None:
     assert near(second, mine, PROMPTS[0]) == 8
 
 
-def test_chains_that_left_the_server_are_no_fault(fleet: Any, server: RedisServer) -> None:
+def test_chains_missing_on_the_server_are_no_fault(fleet: Any, server: RedisServer) -> None:
     first = fleet(heat=True)
     bound, engine = bind(first), Engine(FULL)
     store(bound, engine, PROMPTS[0], list(range(8)))
@@ -155,7 +155,7 @@ def test_chains_that_left_the_server_are_no_fault(fleet: Any, server: RedisServe
     assert (told["chains"], told["whole"], told["blocks"], told["fault"]) == (1, 0, 0, "")
 
 
-def test_the_limit_is_of_all_namespaces_together(fleet: Any, server: RedisServer) -> None:
+def test_the_byte_limit_covers_all_namespaces(fleet: Any, server: RedisServer) -> None:
     first, engine = fleet(), Engine(FULL)
     for revision in "ab":
         bound = bind(first, revision=revision)
@@ -171,7 +171,7 @@ def test_the_limit_is_of_all_namespaces_together(fleet: Any, server: RedisServer
     assert [near(second, bound, PROMPTS[0]) for bound in both] == [8, 0]
 
 
-def test_erasing_a_namespace_erases_what_was_counted_of_it(fleet: Any, server: RedisServer) -> None:
+def test_erase_removes_a_namespaces_popularity(fleet: Any, server: RedisServer) -> None:
     cache, engine = fleet(), Engine(FULL)
     spaces = [bind(cache, cache_salt=salt) for salt in "ab"]
     for bound in spaces:
@@ -186,14 +186,14 @@ def test_erasing_a_namespace_erases_what_was_counted_of_it(fleet: Any, server: R
     assert len(server.client.keys("*:chains")) == 1
 
 
-def test_a_cache_without_a_fleet_says_so() -> None:
+def test_warm_without_a_fleet_is_refused() -> None:
     with kvcache.open(host={"capacity_bytes": 256 * KIB}, nvme={"enabled": False}, control={"enabled": False}) as cache:
         with pytest.raises(ConfigError, match=r"redis\.enabled"):
             cache.control_handlers["warm"]({"hot": 1})  # type: ignore[attr-defined]
         assert cache.ready()  # type: ignore[attr-defined]
 
 
-def test_a_server_that_is_away_delays_no_node(caplog: pytest.LogCaptureFixture) -> None:
+def test_an_unreachable_server_delays_no_node(caplog: pytest.LogCaptureFixture) -> None:
     settings = {"host": {"capacity_bytes": 256 * KIB}, "nvme": {"enabled": False}, "control": {"enabled": False}}
     away = {"enabled": True, "url": "redis://127.0.0.1:1/0", "timeout_s": 0.2}
     warm = {"hot": 3, "before_ready": True, "popularity_interval_s": 0.01}
@@ -205,7 +205,7 @@ def test_a_server_that_is_away_delays_no_node(caplog: pytest.LogCaptureFixture) 
         assert cache.control_handlers["warm"]({})["fault"]  # type: ignore[attr-defined]
 
 
-def test_readiness_waits_no_longer_than_it_may(fleet: Any, server: RedisServer) -> None:
+def test_readiness_waits_at_most_its_limit(fleet: Any, server: RedisServer) -> None:
     cache = fleet(hot=1, before_ready=True, deadline_s=0.2)
     server.pause()
     try:
@@ -215,7 +215,7 @@ def test_readiness_waits_no_longer_than_it_may(fleet: Any, server: RedisServer) 
         server.go_on()
 
 
-def test_heat_may_be_off(fleet: Any, server: RedisServer) -> None:
+def test_popularity_can_be_disabled(fleet: Any, server: RedisServer) -> None:
     first = fleet(heat=False)
     bound, engine = bind(first), Engine(FULL)
     store(bound, engine, PROMPTS[0], list(range(8)))

@@ -24,7 +24,7 @@ def chain(number: int, blocks: int = 3) -> bytes:
 
 @settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(uses=st.lists(st.tuples(st.integers(0, 9), st.integers(1, 5), st.integers(0, 120)), max_size=40))
-def test_the_order_is_that_of_decayed_counts(
+def test_chains_are_ordered_by_decayed_counts(
     make_coordination: Callable[[], Coordination], server: RedisServer, uses: Any
 ) -> None:
     server.client.flushall()
@@ -44,7 +44,7 @@ def test_the_order_is_that_of_decayed_counts(
         assert math.isclose(decayed, worth[member[0]], rel_tol=1e-4)
 
 
-def test_the_coldest_goes_with_its_chain(coordination: Coordination, server: RedisServer) -> None:
+def test_the_least_popular_chain_is_dropped(coordination: Coordination, server: RedisServer) -> None:
     heat = Popularity(coordination, half_life_s=HALF_LIFE_S, chains=3)
     for number, uses in ((1, 5), (2, 1), (3, 4), (4, 9), (5, 2)):
         heat.add(b"n" * 32, chain(number), uses, START_S)
@@ -54,14 +54,14 @@ def test_the_coldest_goes_with_its_chain(coordination: Coordination, server: Red
     assert all(server.client.ttl(key) > 0 for key in server.client.scan_iter())
 
 
-def test_what_was_hot_long_ago_is_not(coordination: Coordination) -> None:
+def test_popularity_decays_with_time(coordination: Coordination) -> None:
     heat = Popularity(coordination, half_life_s=HALF_LIFE_S)
     heat.add(b"n" * 32, chain(1), 1000, START_S)
     heat.add(b"n" * 32, chain(2), 1, START_S + 20 * HALF_LIFE_S)
     assert [packed[0] for packed in heat.hottest(b"n" * 32, 2)] == [2, 1]
 
 
-def test_chains_are_bounded_and_namespaces_apart(coordination: Coordination) -> None:
+def test_chains_are_bounded_per_namespace(coordination: Coordination) -> None:
     heat = Popularity(coordination)
     heat.add(b"n" * 32, chain(1, 9), 1, START_S)
     heat.add(b"m" * 32, b"\7" * 32 * (MAX_CHAIN_BLOCKS + 5), 1, START_S)
@@ -70,7 +70,7 @@ def test_chains_are_bounded_and_namespaces_apart(coordination: Coordination) -> 
     assert heat.hottest(b"o" * 32, 5) == []
 
 
-def test_nonsense_in_the_server_is_left_out(coordination: Coordination, server: RedisServer) -> None:
+def test_invalid_entries_in_the_server_are_skipped(coordination: Coordination, server: RedisServer) -> None:
     heat = Popularity(coordination)
     heat.add(b"n" * 32, chain(1), 9, START_S)
     heat.add(b"n" * 32, chain(2), 5, START_S)

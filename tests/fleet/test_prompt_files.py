@@ -10,7 +10,7 @@ from kvcache.errors import ConfigError
 from kvcache.fleet.warm import Prompt, read_prompts
 
 
-def test_a_value_a_line(tmp_path: Path) -> None:
+def test_a_file_holds_one_prompt_per_line(tmp_path: Path) -> None:
     file = tmp_path / "prompts.jsonl"
     file.write_text(
         '# hot ones\n\n"You are"\n{"text": "Überall"}\n[1, 2, 3]\n{"token_ids": [7]}\n'
@@ -40,14 +40,14 @@ def test_a_value_a_line(tmp_path: Path) -> None:
         '{"messages": []}',
     ],
 )
-def test_what_is_no_prompt_is_refused_with_its_line(tmp_path: Path, line: str) -> None:
+def test_an_invalid_prompt_is_refused_with_its_line(tmp_path: Path, line: str) -> None:
     file = tmp_path / "prompts.jsonl"
     file.write_text(f'"good"\n{line}\n')
     with pytest.raises(ConfigError, match="line 2"):
         read_prompts(file)
 
 
-def test_files_that_cannot_be_read(tmp_path: Path) -> None:
+def test_unreadable_files_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="No such file"):
         read_prompts(tmp_path / "none")
     (tmp_path / "bytes").write_bytes(b"\xff\xfe")
@@ -55,7 +55,7 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
         read_prompts(tmp_path / "bytes")
 
 
-def test_a_digest_depends_on_the_prompt_and_the_model_and_on_nothing_else() -> None:
+def test_a_digest_depends_only_on_prompt_and_model() -> None:
     """Of another release on another machine it must be the same: pinned."""
     prompts = [
         Prompt("text", "a"),

@@ -94,7 +94,7 @@ def test_a_node_that_dies_is_replaced(make_coordination: Callable[[], Coordinati
     assert not dead.mark_stored()
 
 
-def test_while_another_computes_one_the_rest_goes_on(make_coordination: Callable[[], Coordination]) -> None:
+def test_prompts_leased_by_another_node_come_last(make_coordination: Callable[[], Coordination]) -> None:
     other = PromptLease(make_coordination(), PROMPTS[0].digest("m"))
     assert other.acquire() is LeaseResult.ACQUIRED
     fleet, order = Fleet(), []
@@ -111,7 +111,7 @@ def test_while_another_computes_one_the_rest_goes_on(make_coordination: Callable
     assert whats(work) == ["fetched", *["computed"] * 5]
 
 
-def test_what_did_not_reach_the_fleet_is_not_said_to_be_there(make_coordination: Callable[[], Coordination]) -> None:
+def test_unshared_prompts_are_not_reported_as_stored(make_coordination: Callable[[], Coordination]) -> None:
     fleet = Fleet()
     first = warm(Node(fleet), make_coordination(), settle=lambda: False)
     first.run()
@@ -121,7 +121,7 @@ def test_what_did_not_reach_the_fleet_is_not_said_to_be_there(make_coordination:
     assert whats(second) == ["computed"] * 6
 
 
-def test_without_a_server_each_is_alone(make_coordination: Callable[[], Coordination]) -> None:
+def test_without_a_server_each_node_computes_all_prompts(make_coordination: Callable[[], Coordination]) -> None:
     away = Coordination(RedisSettings(enabled=True, url="redis://127.0.0.1:1/0", timeout_s=0.2))
     for coordination in (None, away):
         work = warm(Node(Fleet()), coordination)
@@ -130,7 +130,7 @@ def test_without_a_server_each_is_alone(make_coordination: Callable[[], Coordina
     away.close()
 
 
-def test_an_engine_that_refuses_or_is_gone_fails_a_prompt_and_no_more(
+def test_a_refusing_engine_fails_one_prompt(
     make_coordination: Callable[[], Coordination],
 ) -> None:
     class Refusing(Node):
@@ -149,7 +149,7 @@ def test_an_engine_that_refuses_or_is_gone_fails_a_prompt_and_no_more(
     assert whats(another) == ["fetched", "computed", "fetched", "fetched", "computed", "fetched"]
 
 
-def test_a_defect_ends_it_and_it_is_ready(make_coordination: Callable[[], Coordination]) -> None:
+def test_an_unexpected_error_ends_warming_and_sets_ready(make_coordination: Callable[[], Coordination]) -> None:
     class Broken(Node):
         def prefill(self, prompt: Prompt) -> PrefillUsage:
             raise ZeroDivisionError
@@ -163,7 +163,7 @@ def test_a_defect_ends_it_and_it_is_ready(make_coordination: Callable[[], Coordi
     )
 
 
-def test_limits_on_bytes_and_on_time(make_coordination: Callable[[], Coordination]) -> None:
+def test_warming_respects_byte_and_time_limits(make_coordination: Callable[[], Coordination]) -> None:
     node = Node(Fleet())
     work = warm(node, make_coordination(), used_bytes=lambda: 100 * node.asked, max_bytes=250)
     work.run()
@@ -173,7 +173,7 @@ def test_limits_on_bytes_and_on_time(make_coordination: Callable[[], Coordinatio
     assert whats(late) == ["left"] * 6
 
 
-def test_stopped_it_ends_behind_the_prompt_under_way(make_coordination: Callable[[], Coordination]) -> None:
+def test_a_stop_ends_warming_after_the_current_prompt(make_coordination: Callable[[], Coordination]) -> None:
     work: list[WarmUp] = []
     node = Node(Fleet())
     work.append(warm(node, make_coordination(), on_result=lambda step: work[0].stop()))
@@ -181,7 +181,7 @@ def test_stopped_it_ends_behind_the_prompt_under_way(make_coordination: Callable
     assert (node.asked, work[0].ready) == (1, True)
 
 
-def test_a_server_that_goes_in_the_middle_leaves_each_alone() -> None:
+def test_a_server_lost_midway_leaves_nodes_independent() -> None:
     server = RedisServer()
     coordination = Coordination(RedisSettings(enabled=True, url=server.tcp, timeout_s=20))
     try:
@@ -193,7 +193,7 @@ def test_a_server_that_goes_in_the_middle_leaves_each_alone() -> None:
         server.end()
 
 
-def test_a_server_that_hangs_midway_delays_no_node_for_long() -> None:
+def test_a_server_hung_midway_delays_no_node_for_long() -> None:
     server = RedisServer()
     coordination = Coordination(RedisSettings(enabled=True, url=server.tcp, timeout_s=3))
     try:

@@ -137,14 +137,14 @@ def booted(nodes: list[Node], server: RedisServer) -> tuple[int, list[int]]:
     return len(server.client.keys("kvcache:k1*:0:*")), [stored(node) for node in nodes]
 
 
-def test_nodes_that_boot_are_ready_when_their_prefixes_are_near(booted: tuple[int, list[int]]) -> None:
+def test_booting_nodes_are_ready_after_prefetching(booted: tuple[int, list[int]]) -> None:
     there, computed = booted
     assert there == len(BOOT) // 16, "one copy of the prompt"
     assert [blocks for blocks in computed if blocks] == [len(BOOT) // 16], "one node computed it"
 
 
 @pytest.mark.usefixtures("booted")
-def test_one_prefill_in_all(nodes: list[Node], tmp_path: Path) -> None:
+def test_each_prompt_is_prefilled_once_in_the_fleet(nodes: list[Node], tmp_path: Path) -> None:
     file = tmp_path / "prompts.jsonl"
     prompts = [TEXT, IDS, {"messages": MESSAGES}]
     file.write_text("".join(f"{json.dumps(prompt)}\n" for prompt in prompts))

@@ -76,7 +76,9 @@ def check(copier: CudaCopier, e: Engine, ids: list[int], shift: int, *, pinned: 
 
 @ways
 @given(data=st.data(), e=engines(), shift=st.integers(0, 7))
-def test_any_pages(made: CudaCopier, way: CopyPath | None, data: st.DataObject, e: Engine, shift: int) -> None:
+def test_arbitrary_pages_copy_exactly(
+    made: CudaCopier, way: CopyPath | None, data: st.DataObject, e: Engine, shift: int
+) -> None:
     made.way = way
     ids = data.draw(st.lists(st.integers(0, e.pages.pages - 1), min_size=1, max_size=8))
     check(made, e, ids, shift, pinned=data.draw(st.booleans()))
@@ -86,7 +88,7 @@ def test_any_pages(made: CudaCopier, way: CopyPath | None, data: st.DataObject, 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32", "fp8_e4m3", "fp8_e5m2"])
 @pytest.mark.parametrize("axes", [NHD, HND, FUSED, WHOLE_PAGE], ids=["nhd", "hnd", "fused", "whole_page"])
 @pytest.mark.parametrize("apart", [(), ("layer", "kv")], ids=["one", "all_apart"])
-def test_large_copies(copier: CudaCopier, dtype: str, axes: tuple[str, ...], apart: tuple[str, ...]) -> None:
+def test_large_copies_are_exact(copier: CudaCopier, dtype: str, axes: tuple[str, ...], apart: tuple[str, ...]) -> None:
     layout = KVLayout.mha(layers=70, kv_heads=2, head_dim=64, dtype=dtype)
     e = engine(layout, 0, layout.whole[0], 16, axes=axes, apart=apart, seed=fresh())
     check(copier, e, list(np.random.default_rng(1).permutation(16))[:13], 0)
@@ -111,7 +113,7 @@ def test_the_same_bytes_as_the_cpu(copier: CudaCopier) -> None:
 @pytest.mark.parametrize("form", ["fp8", "int8"])
 @pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32"])
 @pytest.mark.parametrize("head_dim", [128, 20, 3])
-def test_quantised(copier: CudaCopier, form: Format, dtype: str, head_dim: int) -> None:
+def test_quantised_bytes_equal_the_codecs(copier: CudaCopier, form: Format, dtype: str, head_dim: int) -> None:
     """The codec's bytes, bit for bit, out and back; of numbers over the whole range that the bound covers."""
     layout = KVLayout.mha(layers=33, kv_heads=3, head_dim=head_dim, dtype=dtype, block_tokens=40)
     e = engine(layout, 0, layout.whole[0], 5, axes=NHD)
@@ -141,7 +143,7 @@ def test_quantised(copier: CudaCopier, form: Format, dtype: str, head_dim: int) 
 
 
 @given(data=st.data(), e=engines())
-def test_pages_within_the_pool(made: CudaCopier, data: st.DataObject, e: Engine) -> None:
+def test_pages_copy_within_the_pool(made: CudaCopier, data: st.DataObject, e: Engine) -> None:
     board = GpuPages.of(e)
     ids = data.draw(st.permutations(range(e.pages.pages)))
     half = len(ids) // 2
@@ -178,7 +180,7 @@ class TestOrder:
         compute.synchronize()
         copier.pinned.remove(memoryview(whole))
 
-    def test_a_store_waits_for_what_the_engine_computes(self, copier: CudaCopier, held: Any) -> None:
+    def test_a_store_waits_for_the_engines_compute_stream(self, copier: CudaCopier, held: Any) -> None:
         board, gate, compute, buffers = held
         gate.close_on(compute)
         with compute:
@@ -191,14 +193,14 @@ class TestOrder:
         board.e.memory ^= np.uint8(0xFF)
         assert [bytes(b) for b in buffers] == [board.e.payload(page) for page in range(8)]
 
-    def test_it_does_not_wait_for_what_came_later(self, copier: CudaCopier, held: Any) -> None:
+    def test_a_store_does_not_wait_for_later_work(self, copier: CudaCopier, held: Any) -> None:
         board, gate, compute, buffers = held
         after = copier.mark(compute.ptr)
         gate.close_on(compute)
         assert copier.gather(board.pages, range(8), buffers, after=after).wait(5)
         assert [bytes(b) for b in buffers] == [board.e.payload(page) for page in range(8)]
 
-    def test_a_layer_is_there_before_it_is_read(self, copier: CudaCopier, held: Any) -> None:
+    def test_wait_layer_returns_after_the_layers_copy(self, copier: CudaCopier, held: Any) -> None:
         board, gate, compute, buffers = held
         for i, buffer in enumerate(buffers):
             buffer[:] = np.random.default_rng(i).bytes(len(buffer))
@@ -236,7 +238,7 @@ class TestOrder:
         return found
 
 
-def test_pages_of_torch_tensors(made: CudaCopier) -> None:
+def test_pages_of_torch_tensors_copy_exactly(made: CudaCopier) -> None:
     torch = pytest.importorskip("torch")
     if not torch.cuda.is_available():
         pytest.skip("torch is built without CUDA here")
@@ -258,7 +260,7 @@ def test_pages_of_torch_tensors(made: CudaCopier) -> None:
         assert all(torch.equal(layer[:, to], layer[:, page]) for layer in layers)
 
 
-def test_what_cuda_says_of_memory_that_cannot_be_pinned(made: CudaCopier) -> None:
+def test_unpinnable_memory_is_reported_by_cuda(made: CudaCopier) -> None:
     from kvcache.errors import StoreError
 
     memory = memoryview(bytearray(1 << 20))

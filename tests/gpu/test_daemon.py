@@ -22,7 +22,7 @@ TOKENS = list(range(4 * 32))
 BLOCKS = list(range(32))
 
 
-def test_records_move_between_a_gpu_and_the_memory_of_a_daemon() -> None:
+def test_a_gpu_client_stores_and_loads_through_a_daemon() -> None:
     e = fake_engine.Engine(daemon_process.LAYOUT)
     e.fill(7, BLOCKS)
     there = [cupy.asarray(layer) for layer in e.memory[0]]
