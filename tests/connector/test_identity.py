@@ -142,7 +142,9 @@ def change(place: Path, kind: str, what: Any) -> None:
 @pytest.mark.parametrize("engine", ENGINES)
 @settings(max_examples=60, deadline=None)
 @given(made=changes())
-def test_an_input_that_changes_logits_is_named(engine: str, made: tuple[str, Any], tmp_path_factory: Any) -> None:
+def test_every_input_that_changes_logits_changes_the_id(
+    engine: str, made: tuple[str, Any], tmp_path_factory: Any
+) -> None:
     place, named = checkpoint(tmp_path_factory.mktemp("model")), ENGINES[engine]
     before, times = named(place), {f: f.stat().st_mtime_ns for f in place.iterdir()}
     change(place, *made)
@@ -152,7 +154,7 @@ def test_an_input_that_changes_logits_is_named(engine: str, made: tuple[str, Any
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-def test_the_same_content_elsewhere_has_the_same_name(engine: str, tmp_path: Path) -> None:
+def test_equal_files_in_another_folder_have_the_same_id(engine: str, tmp_path: Path) -> None:
     first, second = checkpoint(tmp_path / "one" / "model"), checkpoint(tmp_path / "two" / "other")
     os.utime(second / "model-1.safetensors", (1, 1))
     (second / "README.md").write_text("moved")
@@ -163,7 +165,7 @@ def test_the_same_content_elsewhere_has_the_same_name(engine: str, tmp_path: Pat
     assert ENGINES[engine](link) == ENGINES[engine](first)
 
 
-def test_another_process_gives_the_same_names(tmp_path: Path) -> None:
+def test_another_process_computes_the_same_ids(tmp_path: Path) -> None:
     place = checkpoint(tmp_path / "one" / "model")
     far = checkpoint(tmp_path / "two" / "model")
     name_all = f"print(*(named(t.Path({str(far)!r})).hex() for named in t.ENGINES.values()))"
@@ -174,7 +176,7 @@ def test_another_process_gives_the_same_names(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-def test_two_folders_of_one_snapshot_are_apart(engine: str, tmp_path: Path) -> None:
+def test_two_folders_of_one_snapshot_have_different_ids(engine: str, tmp_path: Path) -> None:
     snapshot = tmp_path / "snapshots" / COMMIT
     places = [checkpoint(snapshot / name / "model", bytes([i]) * SIZE) for i, name in enumerate("xy")]
     assert len({ENGINES[engine](place) for place in places}) == 2
@@ -202,24 +204,24 @@ TOLD_SGLANG: Mapping[str, Any] = {
 
 
 @pytest.mark.parametrize("name", TOLD_VLLM)
-def test_a_vllm_that_was_told_otherwise_is_apart(name: str, tmp_path: Path) -> None:
+def test_vllm_options_that_change_results_change_the_id(name: str, tmp_path: Path) -> None:
     place = checkpoint(tmp_path)
     assert by_vllm(place, **{name: TOLD_VLLM[name]}) != by_vllm(place)
 
 
 @pytest.mark.parametrize("name", TOLD_SGLANG)
-def test_a_sglang_that_was_told_otherwise_is_apart(name: str, tmp_path: Path) -> None:
+def test_sglang_options_that_change_results_change_the_id(name: str, tmp_path: Path) -> None:
     place = checkpoint(tmp_path)
     assert by_sglang(place, **{name: TOLD_SGLANG[name]}) != by_sglang(place)
 
 
-def test_a_function_that_overrides_counts_by_its_result(tmp_path: Path) -> None:
+def test_an_override_function_counts_by_its_result(tmp_path: Path) -> None:
     place = checkpoint(tmp_path)
     told = [by_vllm(place, hf_overrides=lambda c: c, hf_config=CONFIG | {"rms_norm_eps": eps}) for eps in (1, 1, 2)]
     assert told[0] == told[1] != told[2]
 
 
-def test_other_scales_in_a_file_of_one_name_are_apart(tmp_path: Path) -> None:
+def test_other_scales_in_the_same_file_change_the_id(tmp_path: Path) -> None:
     place, scales = checkpoint(tmp_path / "m"), tmp_path / "scales.json"
     seen = set()
     for text in ("1", "2"):
@@ -228,7 +230,7 @@ def test_other_scales_in_a_file_of_one_name_are_apart(tmp_path: Path) -> None:
     assert len(seen) == 2
 
 
-def test_sglang_adapters_count_by_their_weights(tmp_path: Path) -> None:
+def test_sglang_adapters_are_identified_by_weights(tmp_path: Path) -> None:
     place, adapter = checkpoint(tmp_path / "m"), tmp_path / "a"
     adapter.mkdir()
     seen = {by_sglang(place)}
@@ -255,7 +257,7 @@ def hub(folder: Path, *commits: str) -> Path:
     return top
 
 
-def test_a_hub_name_is_that_revision_in_that_cache(tmp_path: Path) -> None:
+def test_a_hub_name_resolves_to_its_cached_revision(tmp_path: Path) -> None:
     other = COMMIT[::-1]
     hub(tmp_path, COMMIT, other)
     named = {"model": "some/model", "download_dir": str(tmp_path)}
@@ -269,7 +271,7 @@ def test_a_hub_name_is_that_revision_in_that_cache(tmp_path: Path) -> None:
     assert revisions[0] == revisions[1] != revisions[2]
 
 
-def test_a_tier_refuses_several_snapshots(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_vllms_tier_refuses_several_snapshots(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
     top = hub(tmp_path, COMMIT)
     assert local_snapshot("some/model", cache=str(tmp_path)) == str(top / "snapshots" / COMMIT)
@@ -307,7 +309,7 @@ def test_sglang_weights_from_elsewhere_are_refused(tmp_path: Path) -> None:
     assert identify_model(served, None, SGLangOptions(revision="mine")).revision == "mine"
 
 
-def test_every_byte_is_read_where_settings_say_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_setting_reads_every_byte_of_the_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     place, whole = checkpoint(tmp_path), {"identity": {"read_every_byte": True}}
     told = [model_name_and_revision(vllm_config(place), Options(settings=given))[1] for given in ({}, whole)]
     served = [
@@ -340,7 +342,7 @@ def test_a_loaded_adapter_with_other_files_is_refused(tmp_path: Path) -> None:
         names.name(lora(tmp_path, 4, tensorizer_config_dict={"uri": "s3://x"}))
 
 
-def test_code_counts_where_the_configuration_names_it(tmp_path: Path) -> None:
+def test_model_code_counts_if_the_config_names_it(tmp_path: Path) -> None:
     place = checkpoint(tmp_path)
     plain = checkpoint_digest(place)
     (place / "modeling_mine.py").write_text("1")
@@ -352,12 +354,12 @@ def test_code_counts_where_the_configuration_names_it(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("text", ["[]", "{", ""])
-def test_a_damaged_settings_file_is_refused(text: str, tmp_path: Path) -> None:
+def test_a_damaged_config_file_is_refused(text: str, tmp_path: Path) -> None:
     (checkpoint(tmp_path) / "hf_quant_config.json").write_text(text)
     with pytest.raises(ModelError, match=r"hf_quant_config\.json.*fetch the file again"):
         checkpoint_digest(tmp_path)
 
 
-def test_a_configuration_of_any_values_has_a_digest() -> None:
+def test_any_config_values_have_a_digest() -> None:
     odd = {"nan": float("nan"), "big": 1 << 80, "set": {"b", "a"}, "tuple": (1,), "path": Path("x"), 3: None}
     assert config_digest(odd) == config_digest(dict(reversed(odd.items())))

@@ -94,11 +94,11 @@ def reference(path: str) -> bytes:
     return bound.id
 
 
-def test_all_engines_name_the_same_model_alike(model: str) -> None:
+def test_all_engines_give_one_model_the_same_id(model: str) -> None:
     assert sglang(model)[0] == vllm(model)[0] == reference(model)
 
 
-def test_every_order_of_pages_is_one_order_of_bytes(model: str) -> None:
+def test_every_page_order_gives_the_same_payload(model: str) -> None:
     """What vLLM gathers is what SGLang scatters, whatever each of them has in its own memory."""
     tensors = caches()
     _, made, shape = vllm(model)
@@ -115,7 +115,7 @@ def test_every_order_of_pages_is_one_order_of_bytes(model: str) -> None:
         assert np.array_equal(described.owner.page(4).numpy(), told)
 
 
-def test_the_names_of_blocks_are_the_same() -> None:
+def test_all_engines_give_blocks_the_same_names() -> None:
     tokens = [(7 * i + i * i) % 250 for i in range(5 * PAGE + 3)]
     digests = BlockDigests(SimpleNamespace(all_token_ids=tokens, num_tokens=len(tokens)), "pages", PAGE, PAGE)
     digests.up_to(2)
@@ -127,16 +127,16 @@ def test_the_names_of_blocks_are_the_same() -> None:
     [{"json_model_override_args": '{"rope_theta": 5}'}, {"quantization": "fp8"}, {"load_format": "dummy"}],
     ids=lambda changed: next(iter(changed)),
 )
-def test_a_server_that_was_told_otherwise_is_apart(model: str, changed: dict[str, Any]) -> None:
+def test_sglang_options_that_change_results_change_the_id(model: str, changed: dict[str, Any]) -> None:
     assert sglang(model, **changed)[0] not in {sglang(model)[0], reference(model)}
 
 
 @pytest.mark.parametrize("changed", [{"hf_overrides": {"rope_theta": 5}}, {"quantization": "fp8"}])
-def test_a_vllm_that_was_told_otherwise_is_apart(model: str, changed: dict[str, Any]) -> None:
+def test_vllm_options_that_change_results_change_the_id(model: str, changed: dict[str, Any]) -> None:
     assert vllm(model, **changed)[0] != reference(model)
 
 
-def test_other_weights_and_other_settings_are_apart(model: str, tmp_path: Path) -> None:
+def test_other_weights_or_settings_change_the_id(model: str, tmp_path: Path) -> None:
     told = [shared_identity(tiny_model.make(tmp_path / str(i), family, seed=seed, **SIZES))
             for i, (family, seed) in enumerate([("llama", 0), ("llama", 1), ("llama-rope-linear", 0),
                                                 ("mistral-window", 0), ("mistral", 0)])]  # fmt: skip
@@ -146,7 +146,7 @@ def test_other_weights_and_other_settings_are_apart(model: str, tmp_path: Path) 
     assert len(ids) == len(told)
 
 
-def test_what_others_cannot_read_is_refused(model: str) -> None:
+def test_a_layout_that_others_cannot_read_is_refused(model: str) -> None:
     with pytest.raises(LayoutError, match=r"opaque.*share_across_engines = false"):
         vllm(model, dict(caches()))  # on a processor
     one = Group(layers=2, kv_heads=2, head_dim=8)

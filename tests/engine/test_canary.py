@@ -51,7 +51,7 @@ def results(cache: Cache) -> dict[str, int]:
     return dict(cache.stats()["counters"].get("canary_blocks", {}))
 
 
-def test_what_was_loaded_is_what_the_engine_computes(model: Any, tmp_path: Path) -> None:
+def test_loaded_blocks_equal_recomputed_ones(model: Any, tmp_path: Path) -> None:
     cache = opened(tmp_path, sample_rate=4)
     assert ask(model, cache) == 0
     assert ask(model, cache) == 320
@@ -62,7 +62,7 @@ def test_what_was_loaded_is_what_the_engine_computes(model: Any, tmp_path: Path)
     assert cache.stats()["canary"]["worst"] < 1e-3
 
 
-def test_a_codecs_loss_is_no_difference(model: Any, tmp_path: Path) -> None:
+def test_a_codecs_declared_loss_is_no_difference(model: Any, tmp_path: Path) -> None:
     for _ in range(2):
         cache = opened(tmp_path, sample_rate=20, codec="fp8")
         came = ask(model, cache)
@@ -72,7 +72,7 @@ def test_a_codecs_loss_is_no_difference(model: Any, tmp_path: Path) -> None:
     assert cache.stats()["canary"]["worst"] > 1e-3
 
 
-def test_it_is_off_unless_it_is_asked_for(model: Any, tmp_path: Path) -> None:
+def test_the_canary_is_off_by_default(model: Any, tmp_path: Path) -> None:
     cache = opened(tmp_path, sample_rate=0)
     ask(model, cache)
     assert ask(model, cache) == 320
@@ -99,7 +99,7 @@ def test_other_weights_under_the_same_revision_are_found(
     assert cache.stats()["canary"]["worst"] > 0.1
 
 
-def test_an_engine_that_cannot_compute_it_fails_no_request(model: Any, tmp_path: Path) -> None:
+def test_a_failed_recomputation_fails_no_request(model: Any, tmp_path: Path) -> None:
     cache = opened(tmp_path, sample_rate=20)
     ask(model, cache)
     engine = Engine(model, cache, EngineConfig(pages=64))
@@ -113,14 +113,14 @@ def test_an_engine_that_cannot_compute_it_fails_no_request(model: Any, tmp_path:
     assert results(cache) == {"failed": 1}
 
 
-def test_steps_of_any_size_compute_the_same_block(model: Any) -> None:
+def test_step_size_does_not_change_a_recomputed_block(model: Any) -> None:
     tokens = PROMPT[:64]
     (whole,), (parts,) = Recompute(model, 2048)(tokens), Recompute(model, 10)(tokens)
     assert len(whole) == model.layout.block_bytes(model.layout.groups[0].whole)
     assert relative_difference(whole, parts, "fp32") < 1e-4
 
 
-def test_differences() -> None:
+def test_relative_difference_of_equal_and_other_bytes() -> None:
     one = np.array([1.0, -2.0, 4.0], np.float32)
     assert relative_difference(one.tobytes(), one.tobytes(), "fp32") == 0
     assert relative_difference((one + np.float32(1)).tobytes(), one.tobytes(), "fp32") == 0.25

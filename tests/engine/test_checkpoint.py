@@ -89,7 +89,7 @@ def write(path: Path, source: Path, edit: Callable[[gguf.GGUFWriter], Any] = lam
     return path
 
 
-def test_a_converted_file_is_the_model_it_was_made_from(source: Path, tmp_path: Path) -> None:
+def test_a_converted_gguf_equals_its_source_model(source: Path, tmp_path: Path) -> None:
     directory = Path(resolve_model(str(write(tmp_path / "tiny.gguf", source))))
     assert directory.parent == tmp_path / "cache" / "models"
     found, wanted = (load_file(place / "model.safetensors") for place in (directory, source))
@@ -107,7 +107,7 @@ def test_a_converted_file_is_the_model_it_was_made_from(source: Path, tmp_path: 
     assert tokenizer.decode([256, 257, 258]) == tiny_model.SPECIAL[2]  # of three added tokens, two are control tokens
 
 
-def test_it_is_converted_once(source: Path, tmp_path: Path) -> None:
+def test_a_file_is_converted_once(source: Path, tmp_path: Path) -> None:
     path = write(tmp_path / "tiny.gguf", source)
     first = Path(resolve_model(str(path)))
     before = (first / "model.safetensors").stat()
@@ -137,9 +137,7 @@ def test_a_conversion_that_fails_leaves_nothing(source: Path, tmp_path: Path, mo
     assert resolve_model(str(path))
 
 
-def test_who_comes_second_takes_what_the_first_made(
-    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_concurrent_conversions_share_the_result(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = write(tmp_path / "tiny.gguf", source)
     first: list[str] = []
     sync = checkpoint.os.fsync
@@ -164,7 +162,7 @@ def test_who_comes_second_takes_what_the_first_made(
         ({}, lambda writer: writer.add_tensor("rope_freqs.weight", np.ones(6, np.float32)), "rope_freqs.weight"),
     ],
 )
-def test_a_file_of_another_kind(
+def test_a_file_of_another_kind_is_refused(
     source: Path, tmp_path: Path, facts: dict[str, str], edit: Callable[[gguf.GGUFWriter], Any], match: str
 ) -> None:
     path = write(tmp_path / "tiny.gguf", source, edit, **facts)
@@ -174,7 +172,7 @@ def test_a_file_of_another_kind(
 
 @settings(max_examples=20)
 @given(st.floats(0, 1, exclude_max=True))
-def test_a_truncated_file(source: Path, tmp_path_factory: pytest.TempPathFactory, part: float) -> None:
+def test_a_truncated_file_is_refused(source: Path, tmp_path_factory: pytest.TempPathFactory, part: float) -> None:
     directory = tmp_path_factory.mktemp("gguf")
     whole = write(directory / "tiny.gguf", source).read_bytes()
     (directory / "part.gguf").write_bytes(whole[: int(part * len(whole))])
@@ -182,7 +180,7 @@ def test_a_truncated_file(source: Path, tmp_path_factory: pytest.TempPathFactory
         resolve_model(str(directory / "part.gguf"))
 
 
-def test_a_package_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_package_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     def missing(name: str) -> None:
         raise PackageNotFoundError(name)
 

@@ -26,7 +26,7 @@ def finish(engine: Engine) -> None:
         engine.step()
 
 
-def test_answers_without_a_cache_and_reuses_nothing() -> None:
+def test_an_engine_without_a_cache_reuses_nothing() -> None:
     e = engine()
     for _ in range(2):
         [result] = e.generate([PROMPT], SamplingParams(max_tokens=8))
@@ -37,7 +37,7 @@ def test_answers_without_a_cache_and_reuses_nothing() -> None:
 
 
 @pytest.mark.parametrize(("budget", "pages"), [(1, 16), (3, 16), (7, 9), (2048, 64)])
-def test_any_chunk_size_gives_the_same(budget: int, pages: int) -> None:
+def test_chunk_size_does_not_change_answers(budget: int, pages: int) -> None:
     prompts = [PROMPT, PROMPT[:9], PROMPT[5:], [3], PROMPT[:8]]
     e = engine(NaiveCache(), pages=pages, max_batch_tokens=budget)
     results = e.generate(prompts, SamplingParams(max_tokens=10))
@@ -45,7 +45,7 @@ def test_any_chunk_size_gives_the_same(budget: int, pages: int) -> None:
     assert e.check() == []
 
 
-def test_a_step_computes_no_more_than_its_budget_and_decodes_first() -> None:
+def test_a_step_decodes_first_within_its_token_budget() -> None:
     e = engine(max_batch_tokens=6)
     short = e.add([1, 2], SamplingParams(max_tokens=30, ignore_eos=True))
     e.step()
@@ -57,7 +57,7 @@ def test_a_step_computes_no_more_than_its_budget_and_decodes_first() -> None:
         assert e.model.rows - rows <= 6  # type: ignore[attr-defined]
 
 
-def test_the_pool_first_then_the_cache_and_always_a_token_to_compute() -> None:
+def test_reuse_takes_the_pool_then_the_cache() -> None:
     cache = NaiveCache()
     e = engine(cache)
     [cold] = e.generate([PROMPT], SamplingParams(max_tokens=1))
@@ -75,7 +75,7 @@ def test_the_pool_first_then_the_cache_and_always_a_token_to_compute() -> None:
     assert e.check() == []
 
 
-def test_the_part_that_the_pool_has_is_not_loaded() -> None:
+def test_blocks_in_the_pool_are_not_loaded() -> None:
     cache = NaiveCache()
     first = engine(cache)
     first.generate([PROMPT], SamplingParams(max_tokens=1))
@@ -86,7 +86,7 @@ def test_the_part_that_the_pool_has_is_not_loaded() -> None:
     assert result.token_ids == answer(PROMPT, 4)
 
 
-def test_only_what_is_new_is_computed() -> None:
+def test_only_new_tokens_are_computed() -> None:
     cache = NaiveCache()
     engine(cache).generate([PROMPT], SamplingParams(max_tokens=1))
     e = engine(cache)
@@ -94,7 +94,7 @@ def test_only_what_is_new_is_computed() -> None:
     assert e.model.rows == 2  # type: ignore[attr-defined]
 
 
-def test_an_answer_is_stored_as_it_grows_and_found_by_the_next_turn() -> None:
+def test_a_growing_answer_is_stored_for_the_next_turn() -> None:
     e = engine(NaiveCache())
     [first] = e.generate([PROMPT], SamplingParams(max_tokens=12, ignore_eos=True))
     turn = PROMPT + first.token_ids + [5, 6, 7]
@@ -104,7 +104,7 @@ def test_an_answer_is_stored_as_it_grows_and_found_by_the_next_turn() -> None:
     assert second.token_ids == answer(turn, 1)
 
 
-def test_what_the_cache_lost_and_the_pool_has_is_stored_again() -> None:
+def test_pool_blocks_lost_by_the_cache_are_stored_again() -> None:
     cache = NaiveCache()
     e = engine(cache)
     e.generate([PROMPT], SamplingParams(max_tokens=1))
@@ -114,7 +114,7 @@ def test_what_the_cache_lost_and_the_pool_has_is_stored_again() -> None:
     assert result.reused == {"host": 24}
 
 
-def test_several_at_once_share_a_prefix() -> None:
+def test_concurrent_requests_share_a_prefix() -> None:
     prompts = [[*PROMPT, i] for i in range(6)]
     e = engine(NaiveCache(), max_batch_tokens=16)
     results = e.generate(prompts, SamplingParams(max_tokens=6))
@@ -124,7 +124,7 @@ def test_several_at_once_share_a_prefix() -> None:
     assert e.check() == []
 
 
-def test_preempted_when_pages_run_out_and_still_right() -> None:
+def test_preemption_keeps_answers_correct() -> None:
     prompts = [[i] * 8 for i in range(1, 5)]
     e = engine(NaiveCache(), pages=13)
     results = e.generate(prompts, SamplingParams(max_tokens=20, ignore_eos=True))
@@ -142,7 +142,7 @@ def _answer_on(prompt: list[int], count: int) -> list[int]:
     return given
 
 
-def test_ends_at_eos_at_the_limit_and_at_the_context() -> None:
+def test_an_answer_ends_at_eos_limit_or_context() -> None:
     e = engine()
     ended = next(p for p in ([i, j] for i in range(9) for j in range(9)) if EOS in answer(p, 30))
     [stop] = e.generate([ended], SamplingParams(max_tokens=30))
@@ -153,7 +153,7 @@ def test_ends_at_eos_at_the_limit_and_at_the_context() -> None:
     assert (context.finish, len(context.token_ids)) == ("length", 4)
 
 
-def test_ends_at_a_stop_string_of_several_tokens() -> None:
+def test_a_stop_string_of_several_tokens_ends_an_answer() -> None:
     def decode(ids: list[int]) -> str:
         return "".join(chr(97 + i) for i in ids)
 
@@ -175,7 +175,7 @@ def test_ends_at_a_stop_string_of_several_tokens() -> None:
         ("text", TokenError, "str"),
     ],
 )
-def test_a_prompt_that_cannot_run_is_refused(prompt: Any, error: type[KVCacheError], said: str) -> None:
+def test_an_impossible_prompt_is_refused(prompt: Any, error: type[KVCacheError], said: str) -> None:
     e = engine(NaiveCache())
     with pytest.raises(error, match=said):
         e.add(prompt)
@@ -185,7 +185,7 @@ def test_a_prompt_that_cannot_run_is_refused(prompt: Any, error: type[KVCacheErr
     assert e.check() == []
 
 
-def test_a_prompt_that_the_pool_could_never_hold_is_refused() -> None:
+def test_a_prompt_larger_than_the_pool_is_refused() -> None:
     with pytest.raises(TokenError, match="give the engine more pages"):
         engine(pages=4).add([1] * 16)
 
@@ -194,7 +194,7 @@ def test_a_prompt_that_the_pool_could_never_hold_is_refused() -> None:
     ("named", "said"),
     [({"pages": 0}, "pages"), ({"max_batch_tokens": 0}, "max_batch_tokens"), ({"max_sequences": 0}, "max_sequences")],
 )
-def test_an_engine_that_makes_no_sense_is_refused(named: dict[str, int], said: str) -> None:
+def test_an_invalid_engine_config_is_refused(named: dict[str, int], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         engine(**named)
 
@@ -220,7 +220,7 @@ def test_other_weights_share_nothing() -> None:
     assert result.reused == {}
 
 
-def test_a_load_that_hangs_is_given_up_and_its_pages_wait_for_it() -> None:
+def test_a_hung_load_is_abandoned_and_keeps_its_pages() -> None:
     clock, cache = ManualClock(), FlakyCache(trouble=0)
     engine(cache).generate([PROMPT], SamplingParams(max_tokens=1))
     e = engine(cache, clock=clock, patience_s=5.0, pages=12)
@@ -242,7 +242,7 @@ def test_a_load_that_hangs_is_given_up_and_its_pages_wait_for_it() -> None:
     assert e.check() == []
 
 
-def test_a_page_that_is_being_stored_is_not_written_again_before() -> None:
+def test_a_page_under_store_is_not_overwritten() -> None:
     cache = FlakyCache(trouble=0)
     e = engine(cache, pages=8)
     cache.hang = "store"
@@ -259,7 +259,7 @@ def test_a_page_that_is_being_stored_is_not_written_again_before() -> None:
     assert result.token_ids == answer(PROMPT, 5)
 
 
-def test_a_lookup_without_an_answer_is_given_up() -> None:
+def test_a_lookup_without_an_answer_times_out() -> None:
     clock, cache = ManualClock(), FlakyCache(trouble=0)
     e = engine(cache, clock=clock, patience_s=5.0)
     sequence = e.add(PROMPT, SamplingParams(max_tokens=3))
@@ -272,7 +272,7 @@ def test_a_lookup_without_an_answer_is_given_up() -> None:
     assert sequence.answer == answer(PROMPT, 3)
 
 
-def test_reused_tokens_are_counted_by_the_tier_they_came_from() -> None:
+def test_reused_tokens_are_counted_by_tier() -> None:
     cache = FlakyCache(trouble=0)
     cache.tiers = ["host"] * 3 + ["nvme"] * 2
     engine(cache).generate([PROMPT], SamplingParams(max_tokens=1))
@@ -284,7 +284,7 @@ def test_reused_tokens_are_counted_by_the_tier_they_came_from() -> None:
     assert result.reused == {"hbm": 8, "host": 4, "nvme": 8}
 
 
-def test_aborted_while_it_waits_loads_or_runs() -> None:
+def test_a_request_can_be_aborted_in_any_state() -> None:
     cache = FlakyCache(trouble=0)
     engine(cache).generate([PROMPT], SamplingParams(max_tokens=1))
     cache.hang = "load"
@@ -313,7 +313,7 @@ def test_aborted_while_it_waits_loads_or_runs() -> None:
     assert e.check() == []
 
 
-def test_close_gives_everything_back() -> None:
+def test_close_releases_all_pages_and_holds() -> None:
     cache = FlakyCache(trouble=0)
     e = engine(cache)
     for i in range(4):
@@ -324,7 +324,7 @@ def test_close_gives_everything_back() -> None:
     assert e.check() == []
 
 
-def test_a_model_that_fails_leaves_a_sound_engine() -> None:
+def test_a_failed_step_leaves_the_engine_consistent() -> None:
     e = engine(NaiveCache())
     forward, e.model.forward = e.model.forward, _fail  # type: ignore[method-assign]
     with pytest.raises(RuntimeError, match="no memory"):
@@ -340,7 +340,7 @@ def _fail(*_: Any) -> Any:
     raise RuntimeError("no memory")
 
 
-def test_a_seed_gives_the_same_answer_in_any_company() -> None:
+def test_a_seeded_answer_does_not_depend_on_the_batch() -> None:
     wish = SamplingParams(max_tokens=12, temperature=1.0, top_p=0.9, seed=7, ignore_eos=True)
     [alone] = engine().generate([PROMPT], wish)
     e = engine(NaiveCache(), max_batch_tokens=5, pages=20)
@@ -351,7 +351,7 @@ def test_a_seed_gives_the_same_answer_in_any_company() -> None:
     assert other.token_ids != alone.token_ids
 
 
-def test_times_are_from_add_to_the_first_token_and_to_the_last() -> None:
+def test_times_are_measured_from_add() -> None:
     clock = ManualClock()
     e = engine(clock=clock)
     sequence = e.add(PROMPT, SamplingParams(max_tokens=2, ignore_eos=True))

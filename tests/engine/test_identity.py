@@ -15,7 +15,7 @@ from kvcache.testing.naive_cache import NaiveCache
 from tests.engine import tiny_model
 
 
-def test_a_model_of_one_name_and_other_files_is_another(tmp_path: Path) -> None:
+def test_other_files_of_one_model_name_change_the_id(tmp_path: Path) -> None:
     first = tiny_model.make(tmp_path / "a" / "model", seed=1)
     seen = {named(first), named(tiny_model.make(tmp_path / "b" / "model", seed=2))}
     config = Path(first) / "config.json"
@@ -23,7 +23,7 @@ def test_a_model_of_one_name_and_other_files_is_another(tmp_path: Path) -> None:
     assert len({*seen, named(first)}) == 3
 
 
-def test_weights_that_change_while_they_are_loaded_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weights_changed_during_the_load_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     place, read = tiny_model.make(tmp_path / "model", seed=1), Weights.read
 
     def replaced(*given: Any, **named: Any) -> Any:

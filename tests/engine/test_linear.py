@@ -16,7 +16,7 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("rows", [0, 1, 2, 33])
-def test_it_is_a_matrix_product(shape: tuple[int, int], dtype: torch.dtype, bias: bool, rows: int) -> None:
+def test_linear_equals_a_matrix_product(shape: tuple[int, int], dtype: torch.dtype, bias: bool, rows: int) -> None:
     torch.manual_seed(0)
     weight, x = torch.randn(shape, dtype=dtype), torch.randn(rows, shape[1], dtype=dtype)
     added = torch.randn(shape[0], dtype=dtype) if bias else None

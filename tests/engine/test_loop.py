@@ -49,7 +49,7 @@ def loop(model: Gate) -> Iterator[EngineLoop]:
     assert loop.check() == []
 
 
-def test_answers_from_several_threads(loop: EngineLoop, model: Gate) -> None:
+def test_several_threads_get_their_answers(loop: EngineLoop, model: Gate) -> None:
     model.open.set()
     answers: dict[int, list[int]] = {}
 
@@ -64,7 +64,7 @@ def test_answers_from_several_threads(loop: EngineLoop, model: Gate) -> None:
     assert answers == {i: answer([i] * 6, 5) for i in range(4)}
 
 
-def test_a_refused_prompt_is_the_futures_error(loop: EngineLoop, model: Gate) -> None:
+def test_a_refused_prompt_fails_its_future(loop: EngineLoop, model: Gate) -> None:
     model.open.set()
     assert isinstance(loop.submit([], SamplingParams()).exception(WAIT_S), TokenError)
     assert loop.submit([1], SamplingParams(max_tokens=1)).result(WAIT_S).token_ids == answer([1], 1)
@@ -80,7 +80,7 @@ def test_a_cancelled_request_is_aborted(loop: EngineLoop, model: Gate) -> None:
     assert model.rows <= 9 + 2 + 2, "it was computed further"
 
 
-def test_no_more_than_the_backlog(loop: EngineLoop, model: Gate) -> None:
+def test_requests_beyond_the_backlog_are_refused(loop: EngineLoop, model: Gate) -> None:
     futures = [loop.submit([i], SamplingParams(max_tokens=1)) for i in range(4)]
     with pytest.raises(Full, match="try again"):
         loop.submit([5], SamplingParams())
@@ -89,9 +89,7 @@ def test_no_more_than_the_backlog(loop: EngineLoop, model: Gate) -> None:
     assert loop.submit([5], SamplingParams(max_tokens=1)).result(WAIT_S).token_ids == answer([5], 1)
 
 
-def test_who_has_an_answer_may_ask_the_next_at_once(
-    loop: EngineLoop, model: Gate, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_answered_client_can_submit_at_once(loop: EngineLoop, model: Gate, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its place is free before it hears."""
     room, answered = list[bool](), Future.set_result
 
@@ -107,7 +105,7 @@ def test_who_has_an_answer_may_ask_the_next_at_once(
     assert room == [True] * 4
 
 
-def test_a_step_that_fails_ends_its_requests_and_no_others(loop: EngineLoop, model: Gate) -> None:
+def test_a_failed_step_ends_only_its_requests(loop: EngineLoop, model: Gate) -> None:
     model.fail = True
     model.open.set()
     assert isinstance(loop.submit([1] * 9, SamplingParams()).exception(WAIT_S), RuntimeError)
@@ -115,7 +113,7 @@ def test_a_step_that_fails_ends_its_requests_and_no_others(loop: EngineLoop, mod
     assert loop.submit([1] * 9, SamplingParams(max_tokens=3)).result(WAIT_S).token_ids == answer([1] * 9, 3)
 
 
-def test_close_ends_what_is_unfinished(loop: EngineLoop, model: Gate) -> None:
+def test_close_ends_unfinished_requests(loop: EngineLoop, model: Gate) -> None:
     futures = [loop.submit([i] * 9, SamplingParams(max_tokens=40, ignore_eos=True)) for i in range(3)]
     assert model.reached.wait(WAIT_S)
     closing = threading.Thread(target=loop.close)

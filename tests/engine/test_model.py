@@ -62,7 +62,7 @@ prompts = st.lists(st.binary(min_size=1, max_size=90), min_size=1, max_size=4)
 
 @settings(max_examples=EXAMPLES)
 @given(prompts, st.randoms(use_true_random=False), st.sampled_from([1, 3, 16, 64]))
-def test_greedy_tokens_are_those_of_transformers(
+def test_greedy_tokens_equal_transformers(
     pair: tuple[Model, Reference], prompts: list[bytes], random: Any, most: int
 ) -> None:
     model, answer = pair
@@ -71,7 +71,7 @@ def test_greedy_tokens_are_those_of_transformers(
     assert found == [answer(tuple(p)) for p in ids]
 
 
-def test_every_row_has_the_logits_of_transformers(pair: tuple[Model, Reference], make: Callable[[str], str]) -> None:
+def test_logits_of_every_row_equal_transformers(pair: tuple[Model, Reference], make: Callable[[str], str]) -> None:
     from transformers import AutoModelForCausalLM
 
     model = pair[0]
@@ -94,7 +94,7 @@ def test_a_row_does_not_change_with_its_neighbours(make: Callable[[str], str]) -
         torch.testing.assert_close(logits, alone, atol=1e-5, rtol=0)
 
 
-def test_keys_and_values_go_into_the_pages_of_the_new_tokens_only(make: Callable[[str], str]) -> None:
+def test_keys_are_written_only_to_new_tokens_pages(make: Callable[[str], str]) -> None:
     model = load_model(make("smollm2"), block_tokens=BLOCK)
     kv = pages(model, 6)
     ids = torch.arange(10)
@@ -111,7 +111,7 @@ def test_keys_and_values_go_into_the_pages_of_the_new_tokens_only(make: Callable
     assert not kv[:, :, [1, 3], :2].isnan().any()
 
 
-def test_a_window_does_not_need_the_pages_before_it(make: Callable[[str], str]) -> None:
+def test_a_window_does_not_read_earlier_pages(make: Callable[[str], str]) -> None:
     model = load_model(make("mistral-window"), block_tokens=BLOCK)
     ids = torch.arange(40)
     table = list(range(10))
@@ -127,14 +127,14 @@ def test_a_window_does_not_need_the_pages_before_it(make: Callable[[str], str]) 
     assert torch.equal(last(spoilt, 36), last(kv, 36))
 
 
-def test_no_logits_wanted_is_no_error(make: Callable[[str], str]) -> None:
+def test_a_step_without_logits_works(make: Callable[[str], str]) -> None:
     model = load_model(make("llama"), block_tokens=BLOCK)
     ids = torch.arange(3)
     none = torch.tensor([], dtype=torch.int64)
     assert model.forward(Batch(ids, ids, [Span(0, 3, 0, [0])], none), pages(model, 1)).shape == (0, tiny_model.VOCAB)
 
 
-def test_the_older_form_of_rotary_settings_means_the_same(make: Callable[[str], str], tmp_path: Path) -> None:
+def test_old_rotary_settings_are_equivalent(make: Callable[[str], str], tmp_path: Path) -> None:
     new = load_model(make("llama-rope-llama3"), block_tokens=BLOCK)
     directory = tiny_model.make(tmp_path / "old", "llama-rope-llama3")
     config = json.loads((tmp_path / "old" / "config.json").read_text())
@@ -147,7 +147,7 @@ def test_the_older_form_of_rotary_settings_means_the_same(make: Callable[[str], 
     assert greedy(load_model(directory, block_tokens=BLOCK), prompt, 5) == greedy(new, prompt, 5)
 
 
-def test_what_the_cache_is_told(make: Callable[[str], str]) -> None:
+def test_a_model_describes_itself_to_the_cache(make: Callable[[str], str]) -> None:
     model = load_model(make("qwen3"), dtype="bf16", block_tokens=32)
     assert model.layout == KVLayout.mha(layers=3, kv_heads=2, head_dim=24, dtype="bf16", block_tokens=32)
     assert model.layout.max_tokens == model.max_tokens == tiny_model.MAX_TOKENS
@@ -172,6 +172,6 @@ def test_bf16_is_near_fp32(make: Callable[[str], str]) -> None:
     assert (wanted - found).abs().mean() < 0.05 * wanted.std()
 
 
-def test_a_dtype_that_is_none(make: Callable[[str], str]) -> None:
+def test_an_unknown_dtype_is_refused(make: Callable[[str], str]) -> None:
     with pytest.raises(ModelError, match="expected one of fp32, bf16, fp16"):
         load_model(make("llama"), dtype="float32")

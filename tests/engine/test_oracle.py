@@ -114,7 +114,9 @@ def play(engine: Engine, family: str, asked: Sequence[tuple[int, ...]]) -> list[
     host_blocks=st.sampled_from([16, 64]),
     nvme_blocks=st.sampled_from([0, 16, 128]),
 )
-def test_with_the_cache_as_without(family: str, played: list[Round], host_blocks: int, nvme_blocks: int) -> None:
+def test_answers_with_the_cache_equal_those_without(
+    family: str, played: list[Round], host_blocks: int, nvme_blocks: int
+) -> None:
     model = tiny_model(family)
     with tempfile.TemporaryDirectory() as directory:
         cache = tiers(Path(directory), host_blocks=host_blocks, nvme_blocks=nvme_blocks)
@@ -147,7 +149,7 @@ def test_with_the_cache_as_without(family: str, played: list[Round], host_blocks
     pages=st.integers(20, 40),
     budget=st.sampled_from([4, 17, 64]),
 )
-def test_aborted_in_the_middle_nothing_is_held(
+def test_aborted_requests_hold_nothing(
     asked: list[tuple[int, ...]], aborted: list[tuple[int, int]], pages: int, budget: int
 ) -> None:
     with tempfile.TemporaryDirectory() as directory:

@@ -29,12 +29,12 @@ def filled(pool: PagePool, signatures: list[bytes]) -> list[int]:
     return [pool.publish(page, signature) for page, signature in zip(pages, signatures, strict=True)]
 
 
-def test_needs_a_page() -> None:
+def test_a_pool_needs_at_least_one_page() -> None:
     with pytest.raises(ConfigError, match="pages = 0"):
         PagePool(0)
 
 
-def test_gives_all_or_nothing() -> None:
+def test_allocate_returns_all_pages_or_none() -> None:
     pool = PagePool(4)
     assert pool.allocate(5) is None
     pages = pool.allocate(4)
@@ -47,7 +47,7 @@ def test_gives_all_or_nothing() -> None:
     assert pool.check() == []
 
 
-def test_a_released_block_is_found_until_its_page_is_needed_tail_first() -> None:
+def test_released_blocks_are_hits_and_reused_tail_first() -> None:
     pool = PagePool(6)
     a, b = chain(1, 3), chain(2, 3)
     pool.release(filled(pool, a))
@@ -59,7 +59,7 @@ def test_a_released_block_is_found_until_its_page_is_needed_tail_first() -> None
     assert pool.check() == []
 
 
-def test_use_makes_a_chain_the_last_to_leave() -> None:
+def test_a_used_chain_is_evicted_last() -> None:
     pool = PagePool(4)
     a, b = chain(1, 2), chain(2, 2)
     pool.release(filled(pool, a))
@@ -84,7 +84,7 @@ def test_a_block_has_one_page() -> None:
     assert pool.check() == []
 
 
-def test_a_page_under_a_store_is_found_but_not_given_out() -> None:
+def test_a_page_under_store_is_a_hit_but_not_allocated() -> None:
     pool, store = PagePool(2), Copying()
     a = chain(1, 2)
     pages = filled(pool, a)
@@ -102,7 +102,7 @@ def test_a_page_under_a_store_is_found_but_not_given_out() -> None:
     assert pool.check() == []
 
 
-def test_a_page_under_an_abandoned_load_is_free_only_after_it() -> None:
+def test_a_page_of_an_abandoned_load_is_freed_at_its_end() -> None:
     pool, load = PagePool(2), Copying()
     pages = pool.allocate(2)
     assert pages is not None
@@ -116,7 +116,7 @@ def test_a_page_under_an_abandoned_load_is_free_only_after_it() -> None:
     assert (pool.available, pool.busy, pool.check()) == (2, False, [])
 
 
-def test_check_sees_what_is_wrong() -> None:
+def test_check_reports_inconsistencies() -> None:
     pool = PagePool(2)
     pages = pool.allocate(1)
     assert pages is not None

@@ -32,7 +32,7 @@ SETTINGS: list[dict[str, Any]] = [
 @pytest.mark.parametrize("settings", SETTINGS)
 @pytest.mark.parametrize("theta", [10000.0, 500000.0])
 @pytest.mark.parametrize("head_dim", [64, 128])
-def test_frequencies_are_those_of_transformers(settings: dict[str, Any], theta: float, head_dim: int) -> None:
+def test_frequencies_equal_transformers(settings: dict[str, Any], theta: float, head_dim: int) -> None:
     from transformers import LlamaConfig
     from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
@@ -49,7 +49,7 @@ def test_frequencies_are_those_of_transformers(settings: dict[str, Any], theta: 
     assert rope.scale == pytest.approx(peer.attention_scaling, rel=1e-12)
 
 
-def test_a_turn_keeps_lengths_and_depends_on_the_distance_only() -> None:
+def test_rotation_keeps_lengths_and_relative_distance() -> None:
     rope = RotaryEmbedding({"rope_type": "default", "rope_theta": 10000.0}, head_dim=64, max_tokens=4096)
     torch.manual_seed(0)
     q, k = torch.randn(2, 1, 1, 64)

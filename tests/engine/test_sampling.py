@@ -28,12 +28,12 @@ from kvcache.errors import ConfigError
         ({"stop": ("a", "")}, "stop"),
     ],
 )
-def test_options_that_make_no_sense_are_refused(wrong: dict[str, Any], said: str) -> None:
+def test_invalid_options_are_refused(wrong: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         SamplingParams(**wrong)
 
 
-def test_greedy_takes_the_likeliest_and_of_equal_ones_the_lowest() -> None:
+def test_greedy_takes_the_lowest_of_the_likeliest_tokens() -> None:
     rows = torch.tensor([[0.0, 3.0, 3.0], [5.0, 1.0, 2.0]])
     assert sample_tokens(rows, [Sampler(SamplingParams()), Sampler(SamplingParams(seed=3))]) == [1, 0]
     assert sample_tokens(torch.empty((0, 3)), []) == []
@@ -64,7 +64,7 @@ def plain(logits: list[float], params: SamplingParams, drawn: float) -> int:
     top_p=st.sampled_from([0.1, 0.5, 0.9, 1.0]),
     seed=st.integers(0, 2**32),
 )
-def test_draws_what_a_plain_loop_draws(logits: list[float], temperature: float, top_p: float, seed: int) -> None:
+def test_sampling_equals_a_plain_loop(logits: list[float], temperature: float, top_p: float, seed: int) -> None:
     params = SamplingParams(temperature=temperature, top_p=top_p, seed=seed)
     sampler, dice = Sampler(params), Random(seed)
     for _ in range(3):
@@ -72,16 +72,16 @@ def test_draws_what_a_plain_loop_draws(logits: list[float], temperature: float, 
 
 
 @pytest.mark.parametrize("temperature", [1e-308, 1e-3])
-def test_a_temperature_near_nothing_is_greedy(temperature: float) -> None:
+def test_a_tiny_temperature_is_greedy(temperature: float) -> None:
     assert Sampler(SamplingParams(temperature=temperature, seed=1)).draw(torch.tensor([1.0, 9.0, 2.0])) == 1
 
 
-def test_a_nucleus_smaller_than_the_likeliest_token_is_that_token() -> None:
+def test_a_tiny_top_p_takes_the_likeliest_token() -> None:
     sampler = Sampler(SamplingParams(temperature=5.0, top_p=0.01, seed=4))
     assert {sampler.draw(torch.tensor([1.0, 1.5, 1.2])) for _ in range(50)} == {1}
 
 
-def test_frequencies_are_the_probabilities() -> None:
+def test_sampled_frequencies_match_the_probabilities() -> None:
     sampler = Sampler(SamplingParams(temperature=1.0, seed=5))
     logits = torch.tensor([0.7, 0.2, 0.1]).log()
     seen = Counter(sampler.draw(logits) for _ in range(3000))

@@ -131,7 +131,7 @@ def test_a_pending_lookup_delays_no_later_request() -> None:
     assert engine.check() == []
 
 
-def test_a_prompt_that_finds_no_room_is_not_overtaken() -> None:
+def test_a_prompt_waiting_for_pages_is_not_overtaken() -> None:
     clock = ManualClock()
     engine = Engine(FakeModel(), NaiveCache(), EngineConfig(pages=10), clock=clock)
     first = engine.add([1] * 20, SamplingParams(max_tokens=4, ignore_eos=True))
@@ -151,7 +151,7 @@ def test_a_prompt_that_finds_no_room_is_not_overtaken() -> None:
     assert engine.check() == []
 
 
-def test_pages_that_a_prompt_will_need_are_not_given_to_a_load() -> None:
+def test_pages_reserved_for_a_prompt_are_not_used_by_a_load() -> None:
     cache = NaiveCache()
     known = [2] * 32
     Engine(FakeModel(), cache, EngineConfig(pages=20)).generate([known], SamplingParams(max_tokens=1))
@@ -163,7 +163,7 @@ def test_pages_that_a_prompt_will_need_are_not_given_to_a_load() -> None:
     assert second.reused == {"host": 28}
 
 
-def test_what_a_preempted_request_finds_of_its_own_is_not_called_reused() -> None:
+def test_own_blocks_after_a_preemption_are_not_reused() -> None:
     engine = Engine(FakeModel(), NaiveCache(), EngineConfig(pages=9))
     first, second = (engine.add([i] * 8, SamplingParams(max_tokens=16, ignore_eos=True)) for i in range(2))
     while engine.unfinished:
@@ -172,7 +172,7 @@ def test_what_a_preempted_request_finds_of_its_own_is_not_called_reused() -> Non
     assert (first.reused, second.reused) == ({}, {})
 
 
-def test_a_prompt_that_arrived_earlier_does_not_hold_up_the_next_token_of_others() -> None:
+def test_an_earlier_prompt_does_not_delay_other_decodes() -> None:
     cache = FlakyCache(trouble=0)
     engine = Engine(FakeModel(), cache, EngineConfig(pages=40, max_batch_tokens=6))
     long = engine.add([1] * 30, SamplingParams(max_tokens=1))

@@ -57,14 +57,14 @@ def expected(directory: Path, prompt: str, max_tokens: int) -> str:
     return tokenizer.decode(result.token_ids)
 
 
-def test_models(client: TestClient) -> None:
+def test_models_lists_the_served_model(client: TestClient) -> None:
     body = client.get("/v1/models").json()
     assert body["object"] == "list"
     [model] = body["data"]
     assert (model["id"], model["object"], model["owned_by"]) == ("tiny", "model", "kvcache")
 
 
-def test_a_completion_in_openais_shape(client: TestClient, directory: Path) -> None:
+def test_a_completion_has_openais_schema(client: TestClient, directory: Path) -> None:
     body = ask(client).json()
     tokens = len(Tokenizer(str(directory)).encode(PROMPT))
     assert body["object"] == "text_completion"
@@ -81,14 +81,14 @@ def test_a_completion_in_openais_shape(client: TestClient, directory: Path) -> N
     }
 
 
-def test_the_second_time_most_of_it_is_cached(client: TestClient) -> None:
+def test_a_repeated_prompt_reports_cached_tokens(client: TestClient) -> None:
     first, second = ask(client).json(), ask(client).json()
     assert second["choices"] == first["choices"]
     usage = second["usage"]
     assert usage["prompt_tokens_details"]["cached_tokens"] == (usage["prompt_tokens"] - 1) // 16 * 16
 
 
-def test_every_form_of_prompt(client: TestClient, directory: Path) -> None:
+def test_every_prompt_type_is_accepted(client: TestClient, directory: Path) -> None:
     ids = Tokenizer(str(directory)).encode(PROMPT)
     [text] = (choice["text"] for choice in ask(client).json()["choices"])
     for prompt in (ids, [PROMPT], [ids]):
@@ -99,7 +99,7 @@ def test_every_form_of_prompt(client: TestClient, directory: Path) -> None:
     assert both["usage"]["completion_tokens"] == 16
 
 
-def test_a_chat_in_openais_shape(client: TestClient, directory: Path) -> None:
+def test_a_chat_has_openais_schema(client: TestClient, directory: Path) -> None:
     """The prompt is what the model's own template makes of the messages."""
     messages = [{"role": "system", "content": PROMPT}, {"role": "user", "content": "And the future?"}]
     ids = Tokenizer(str(directory)).chat(messages)
@@ -129,12 +129,12 @@ def test_a_chat_in_openais_shape(client: TestClient, directory: Path) -> None:
         ({"messages": [{"role": "user", "content": "a"}], "tools": []}, "tools"),
     ],
 )
-def test_messages_that_it_cannot_serve_are_refused(client: TestClient, wrong: dict[str, Any], param: str) -> None:
+def test_unsupported_messages_are_refused(client: TestClient, wrong: dict[str, Any], param: str) -> None:
     response = client.post("/v1/chat/completions", json={"model": "tiny", **wrong})
     assert (response.status_code, response.json()["error"]["param"]) == (400, param)
 
 
-def test_a_stop_string_ends_the_answer_and_is_not_in_it(client: TestClient) -> None:
+def test_a_stop_string_ends_the_answer_and_is_removed(client: TestClient) -> None:
     whole = ask(client).json()["choices"][0]["text"]
     stop = whole[3:5]
     [choice] = ask(client, stop=stop).json()["choices"]
@@ -147,7 +147,7 @@ def test_a_seed_is_repeatable(client: TestClient) -> None:
     assert texts[0] == texts[1] != texts[2]
 
 
-def test_null_is_the_default_and_neutral_values_are_taken(client: TestClient) -> None:
+def test_null_and_neutral_values_are_accepted(client: TestClient) -> None:
     neutral = {"n": 1, "stream": False, "echo": False, "presence_penalty": 0.0, "logprobs": None, "suffix": None}
     assert ask(client, **neutral, seed=None, user="me").status_code == 200
 
@@ -178,7 +178,7 @@ def test_null_is_the_default_and_neutral_values_are_taken(client: TestClient) ->
         ({"max_token": 3}, "does not support the parameter", "max_token"),
     ],
 )
-def test_a_bad_request_is_400_with_a_reason(
+def test_an_invalid_request_is_400_with_a_reason(
     client: TestClient, wrong: dict[str, Any], said: str, param: str | None
 ) -> None:
     response = ask(client, **wrong)
@@ -190,37 +190,37 @@ def test_a_bad_request_is_400_with_a_reason(
 
 
 @pytest.mark.parametrize("body", [b"", b"{", b"\xff", b"[]", b"3"])
-def test_a_body_that_is_no_request_is_400(client: TestClient, body: bytes) -> None:
+def test_a_malformed_body_is_400(client: TestClient, body: bytes) -> None:
     response = client.post("/v1/completions", content=body)
     assert response.status_code == 400
     assert response.json()["error"]["message"]
 
 
-def test_what_is_missing_is_named(client: TestClient) -> None:
+def test_a_missing_field_is_named(client: TestClient) -> None:
     response = client.post("/v1/completions", json={"prompt": "a"})
     assert (response.status_code, response.json()["error"]["param"]) == (400, "model")
 
 
-def test_another_model_another_path_another_method(client: TestClient) -> None:
+def test_an_unknown_model_path_or_method_is_refused(client: TestClient) -> None:
     other = ask(client, model="gpt-9")
     assert (other.status_code, other.json()["error"]["code"]) == (404, "model_not_found")
     assert client.get("/v1/nothing").json()["error"]["message"] == "Not Found"
     assert client.get("/v1/completions").status_code == 405
 
 
-def test_a_body_that_is_too_large(client: TestClient) -> None:
+def test_an_oversized_body_is_refused(client: TestClient) -> None:
     response = client.post("/v1/completions", content=b" " * (MAX_BODY_BYTES + 1))
     assert response.status_code == 413
 
 
-def test_too_many_at_a_time_are_turned_away(client: TestClient) -> None:
+def test_requests_beyond_the_backlog_get_503(client: TestClient) -> None:
     response = ask(client, prompt=["a"] * 9)
     assert response.status_code == 429
     assert response.json()["error"]["type"] == "rate_limit_error"
     assert ask(client).status_code == 200
 
 
-def test_a_defect_is_500_and_the_next_request_is_served(
+def test_an_unexpected_error_is_500_and_serving_continues(
     client: TestClient, engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as broken:
@@ -231,7 +231,7 @@ def test_a_defect_is_500_and_the_next_request_is_served(
     assert ask(client).status_code == 200
 
 
-def test_a_client_that_goes_away_is_computed_for_no_longer(
+def test_a_disconnected_clients_request_is_aborted(
     engine: Engine, directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     begun, gone = threading.Event(), threading.Event()

@@ -64,9 +64,7 @@ def wanted(model: Model, prompts: list[list[int]]) -> list[list[int]]:
     return answers
 
 
-def test_greedy_tokens_are_those_of_transformers(
-    model: Model, prompts: list[list[int]], wanted: list[list[int]]
-) -> None:
+def test_greedy_tokens_equal_transformers(model: Model, prompts: list[list[int]], wanted: list[list[int]]) -> None:
     assert [greedy(model, [prompt], NEW_TOKENS)[0] for prompt in prompts] == wanted
 
 
@@ -78,13 +76,13 @@ def test_chunks_and_neighbours_change_nothing(
     assert greedy(model, prompts, NEW_TOKENS, chunk=lambda n: min(n, random.randint(0, 64)), seed=seed) == wanted
 
 
-def test_it_knows_its_subject(tokenizer: Tokenizer, wanted: list[list[int]]) -> None:
+def test_the_model_answers_a_question_about_its_text(tokenizer: Tokenizer, wanted: list[list[int]]) -> None:
     """Weights turned the wrong way still agree with transformers, which reads the same directory."""
     assert "Paris" in tokenizer.decode(wanted[0])
     assert "Paris" in tokenizer.decode(wanted[-1])
 
 
-def test_what_the_cache_is_told(model: Model) -> None:
+def test_the_model_describes_itself_to_the_cache(model: Model) -> None:
     group = model.layout.groups[0]
     assert (group.layers, group.kv_heads, group.head_dim) == (30, 3, 64)
     assert (model.max_tokens, model.vocab_size, model.eos_token_ids) == (8192, 49152, {2})
@@ -104,7 +102,7 @@ def peer() -> Any:
     return AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
 
 
-def test_words_are_those_of_transformers_and_numbers_are_digits(tokenizer: Tokenizer, peer: Any) -> None:
+def test_tokens_equal_transformers_with_single_digits(tokenizer: Tokenizer, peer: Any) -> None:
     @given(st.text(st.characters(exclude_categories=("Cs", "Cn"))) | st.sampled_from(PROMPTS))
     def same(text: str) -> None:
         expected: list[int] = []
@@ -116,7 +114,7 @@ def test_words_are_those_of_transformers_and_numbers_are_digits(tokenizer: Token
     same()
 
 
-def test_a_chat_is_that_of_transformers(tokenizer: Tokenizer, peer: Any) -> None:
+def test_a_chat_prompt_equals_transformers(tokenizer: Tokenizer, peer: Any) -> None:
     for messages in (
         [{"role": "user", "content": "Hello"}],
         [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Who?"}],

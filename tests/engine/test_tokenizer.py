@@ -22,19 +22,19 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
 
 
 @given(st.text())
-def test_a_text_comes_back(tokenizer: Tokenizer, text: str) -> None:
+def test_a_text_round_trips(tokenizer: Tokenizer, text: str) -> None:
     assert tokenizer.decode(tokenizer.encode(text)) == text
 
 
 @given(st.lists(st.integers(0, tiny_model.VOCAB - 1)))
-def test_a_stream_adds_up_to_the_whole(tokenizer: Tokenizer, ids: list[int]) -> None:
+def test_streamed_pieces_join_to_the_text(tokenizer: Tokenizer, ids: list[int]) -> None:
     stream = tokenizer.stream()
     assert "".join(map(stream.put, ids)) + stream.end() == tokenizer.decode(ids)
     assert stream.end() == ""
 
 
 @given(st.text())
-def test_a_stream_of_a_text_holds_back_less_than_a_character(tokenizer: Tokenizer, text: str) -> None:
+def test_a_stream_holds_back_less_than_a_character(tokenizer: Tokenizer, text: str) -> None:
     stream = tokenizer.stream()
     said, ids = "", tokenizer.encode(text)
     for i, token in enumerate(ids, 1):
@@ -51,12 +51,12 @@ def test_special_tokens_are_not_shown(tokenizer: Tokenizer) -> None:
     assert tokenizer.decode(ids) == "ab"
 
 
-def test_a_chat(tokenizer: Tokenizer) -> None:
+def test_a_chat_uses_the_template(tokenizer: Tokenizer) -> None:
     ids = tokenizer.chat([{"role": "user", "content": "hi"}])
     assert ids == tokenizer.encode("<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n")
 
 
-def test_a_template_in_a_file_of_its_own(tokenizer: Tokenizer, tmp_path: Path) -> None:
+def test_a_template_file_is_used(tokenizer: Tokenizer, tmp_path: Path) -> None:
     tiny_model.tokenizer(tmp_path)
     (tmp_path / "chat_template.jinja").write_text("{{ bos_token }}{{ messages[0].content }}")
     config = {"bos_token": {"content": "<|im_start|>"}, "chat_template": "no"}
@@ -75,7 +75,7 @@ def test_a_template_in_a_file_of_its_own(tokenizer: Tokenizer, tmp_path: Path) -
         ("{{ messages[5].content.x }}", "refuses these messages"),
     ],
 )
-def test_a_template_that_does_not_work(tmp_path: Path, template: str | None, match: str) -> None:
+def test_a_broken_template_is_refused(tmp_path: Path, template: str | None, match: str) -> None:
     tiny_model.tokenizer(tmp_path)
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
     with pytest.raises(ModelError, match=match):
@@ -83,14 +83,14 @@ def test_a_template_that_does_not_work(tmp_path: Path, template: str | None, mat
 
 
 @pytest.mark.parametrize("text", ["{", "[]", "3"])
-def test_a_damaged_configuration(tmp_path: Path, text: str) -> None:
+def test_a_damaged_tokenizer_config_is_refused(tmp_path: Path, text: str) -> None:
     tiny_model.tokenizer(tmp_path)
     (tmp_path / "tokenizer_config.json").write_text(text)
     with pytest.raises(ModelError, match="damaged"):
         Tokenizer(str(tmp_path)).chat([])
 
 
-def test_no_tokenizer(tmp_path: Path) -> None:
+def test_a_missing_tokenizer_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="no such file"):
         Tokenizer(str(tmp_path))
     (tmp_path / "tokenizer.json").write_text("{}")

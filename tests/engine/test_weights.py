@@ -46,21 +46,21 @@ def change(path: Path, **fields: Any) -> None:
     path.write_text(json.dumps(config))
 
 
-def test_no_such_directory(tmp_path: Path) -> None:
+def test_a_missing_directory_is_refused(tmp_path: Path) -> None:
     refused(tmp_path / "nowhere", "not found; give a directory")
 
 
-def test_an_empty_directory(tmp_path: Path) -> None:
+def test_an_empty_directory_is_refused(tmp_path: Path) -> None:
     refused(tmp_path, r"config.json: no such file: expected a directory with config.json")
 
 
-def test_no_weights(directory: Path) -> None:
+def test_a_directory_without_weights_is_refused(directory: Path) -> None:
     (directory / "model.safetensors").unlink()
     refused(directory, "no weights; expected files that end in .safetensors")
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "null", '"llama"', "\x00"])
-def test_a_config_that_is_none(directory: Path, text: str) -> None:
+def test_an_invalid_config_is_refused(directory: Path, text: str) -> None:
     (directory / "config.json").write_text(text)
     refused(directory, "JSON")
 
@@ -84,7 +84,7 @@ def test_a_config_that_is_none(directory: Path, text: str) -> None:
         ({"rope_parameters": {"rope_type": "linear", "factor": "2"}}, "factor = '2': expected a number"),
     ],
 )
-def test_a_config_of_another_kind(directory: Path, fields: dict[str, Any], match: str) -> None:
+def test_a_config_of_another_kind_is_refused(directory: Path, fields: dict[str, Any], match: str) -> None:
     (directory / "generation_config.json").unlink()
     change(directory / "config.json", **fields)
     refused(directory, match)
@@ -99,7 +99,7 @@ def test_a_config_of_another_kind(directory: Path, fields: dict[str, Any], match
         (lambda t: t.update({"model.norm.weight": torch.ones(48, dtype=torch.int8)}), "is I8: expected F32, F16, BF16"),
     ],
 )
-def test_weights_that_do_not_fit(directory: Path, edit: Callable[[Tensors], Any], match: str) -> None:
+def test_mismatched_weights_are_refused(directory: Path, edit: Callable[[Tensors], Any], match: str) -> None:
     tensors = load_file(directory / "model.safetensors")
     edit(tensors)
     save_file(tensors, directory / "model.safetensors")
@@ -108,7 +108,7 @@ def test_weights_that_do_not_fit(directory: Path, edit: Callable[[Tensors], Any]
 
 @settings(max_examples=20)
 @given(st.floats(0, 1, exclude_max=True))
-def test_a_truncated_file(good: Path, tmp_path_factory: pytest.TempPathFactory, part: float) -> None:
+def test_a_truncated_file_is_refused(good: Path, tmp_path_factory: pytest.TempPathFactory, part: float) -> None:
     directory = tmp_path_factory.mktemp("model")
     shutil.copy(good / "config.json", directory)
     whole = (good / "model.safetensors").read_bytes()
@@ -116,7 +116,7 @@ def test_a_truncated_file(good: Path, tmp_path_factory: pytest.TempPathFactory, 
     refused(directory, "model.safetensors: .*; fetch the file again|not a whole safetensors file")
 
 
-def test_shards_are_one_model(good: Path, directory: Path) -> None:
+def test_sharded_weights_load_as_one_model(good: Path, directory: Path) -> None:
     tensors = load_file(directory / "model.safetensors")
     (directory / "model.safetensors").unlink()
     names = sorted(tensors)
@@ -132,14 +132,14 @@ def test_shards_are_one_model(good: Path, directory: Path) -> None:
     refused(directory, "not an index of safetensors")
 
 
-def test_what_old_checkpoints_carry_is_ignored(good: Path, directory: Path) -> None:
+def test_extra_tensors_of_old_checkpoints_are_ignored(good: Path, directory: Path) -> None:
     tensors = load_file(directory / "model.safetensors")
     tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(6)
     save_file(tensors, directory / "model.safetensors")
     assert greedy(load_model(str(directory)), PROMPT, 5) == greedy(load_model(str(good)), PROMPT, 5)
 
 
-def test_the_files_may_change_once_they_are_read(directory: Path) -> None:
+def test_files_may_change_after_the_load(directory: Path) -> None:
     model = load_model(str(directory))
     before = greedy(model, PROMPT, 5)
     with (directory / "model.safetensors").open("r+b") as file:
@@ -149,7 +149,7 @@ def test_the_files_may_change_once_they_are_read(directory: Path) -> None:
     assert greedy(model, PROMPT, 5) == before
 
 
-def test_the_ends_of_the_generation_config_count(directory: Path) -> None:
+def test_eos_ids_of_the_generation_config_are_used(directory: Path) -> None:
     (directory / "generation_config.json").write_text(json.dumps({"eos_token_id": [3, 4]}))
     assert load_model(str(directory)).eos_token_ids == {3, 4}
     (directory / "generation_config.json").write_text("{}")

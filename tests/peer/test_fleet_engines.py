@@ -112,9 +112,7 @@ def fleet() -> Iterator[tuple[Cluster, list[Node]]]:
         yield cluster, nodes
 
 
-def test_answers_are_those_without_a_cache_whatever_happens_to_the_cluster(
-    fleet: tuple[Cluster, list[Node]], request: pytest.FixtureRequest
-) -> None:
+def test_cluster_faults_change_no_answer(fleet: tuple[Cluster, list[Node]], request: pytest.FixtureRequest) -> None:
     cluster, nodes = fleet
     rounds = 60 if request.config.getoption("--long") else 20
     work, gate = traffic(rounds), threading.Barrier(ENGINES)

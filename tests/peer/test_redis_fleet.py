@@ -78,7 +78,7 @@ class Traffic:
         return blocks, self.cache.counters.get("promoted_blocks", tier="redis") - before
 
 
-def test_mixed_traffic_while_nodes_come_and_go(request: pytest.FixtureRequest) -> None:
+def test_cluster_faults_give_no_wrong_block(request: pytest.FixtureRequest) -> None:
     rounds = 600 if request.config.getoption("--long") else 60
     cluster = Cluster()
     traffic = [Traffic(cluster.url, seed) for seed in range(3)]

@@ -20,7 +20,7 @@ def arena(capacity: int = 64 * PAGE_BYTES, slab: int = 8 * PAGE_BYTES) -> Arena:
 
 
 @given(st.lists(st.tuples(st.sampled_from([1, 2, 3, 9]), st.sampled_from("ab"), st.integers(0, 30)), max_size=120))
-def test_slots_never_overlap_and_everything_comes_back(steps: list[tuple[int, str, int]]) -> None:
+def test_slots_never_overlap_and_are_all_released(steps: list[tuple[int, str, int]]) -> None:
     memory = arena()
     taken: list[tuple[Slot, int]] = []
     for pages, tenant, which in steps:
@@ -45,7 +45,7 @@ def test_slots_never_overlap_and_everything_comes_back(steps: list[tuple[int, st
     assert (memory.used_bytes, memory.mapped_bytes) == (0, 0)
 
 
-def test_a_slot_that_is_read_is_not_given_out_again() -> None:
+def test_a_slot_under_read_is_not_reused() -> None:
     memory = arena(capacity=PAGE_BYTES, slab=PAGE_BYTES)
     slot = memory.allocate(PAGE_BYTES, "a")
     assert slot is not None
@@ -56,7 +56,7 @@ def test_a_slot_that_is_read_is_not_given_out_again() -> None:
     assert memory.allocate(PAGE_BYTES, "a") is not None
 
 
-def test_where_there_is_no_extent_nothing_is_prepared() -> None:
+def test_a_failed_allocation_prepares_nothing() -> None:
     """A store in a full tier asks in vain first; what is free there may be another's."""
     work: list[object] = []
 
@@ -73,7 +73,7 @@ def test_where_there_is_no_extent_nothing_is_prepared() -> None:
     assert len(work) == begun
 
 
-def test_the_generation_changes_when_a_slot_is_given_out_again() -> None:
+def test_a_reused_slot_has_a_new_generation() -> None:
     memory = arena(capacity=8 * PAGE_BYTES)
     keep, first = memory.allocate(PAGE_BYTES, "a"), memory.allocate(PAGE_BYTES, "a")
     assert keep is not None
@@ -97,7 +97,7 @@ def test_an_emptied_extent_serves_another_size_and_tenant() -> None:
     assert memory.check() == []
 
 
-def test_a_record_larger_than_an_extent_gets_one_of_its_own() -> None:
+def test_a_record_larger_than_an_extent_gets_its_own() -> None:
     memory = arena(capacity=32 * PAGE_BYTES, slab=4 * PAGE_BYTES)
     slot = memory.allocate(20 * PAGE_BYTES, "a")
     assert slot is not None

@@ -22,7 +22,7 @@ def mapped(region: Region, *, writable: bool) -> mmap.mmap:
         os.close(descriptor)
 
 
-def test_another_mapping_sees_bytes_and_generations_and_cannot_write_unless_it_may() -> None:
+def test_a_client_mapping_is_read_only_by_default() -> None:
     region = Region(8 * PAGE_BYTES, shared=True)
     reader, writer = mapped(region, writable=False), mapped(region, writable=True)
     region.view[PAGE_BYTES : PAGE_BYTES + 4] = b"abcd"
@@ -38,14 +38,14 @@ def test_another_mapping_sees_bytes_and_generations_and_cannot_write_unless_it_m
     os.close(descriptor)
 
 
-def test_no_other_process_opens_it_anew_to_write() -> None:
+def test_the_memory_cannot_be_reopened_for_writing() -> None:
     region = Region(8 * PAGE_BYTES, shared=True)
     descriptor = region.export(writable=False)
     assert os.fstat(descriptor).st_mode & 0o777 == 0o600
     os.close(descriptor)
 
 
-def test_what_a_client_writes_over_generations_is_no_matter() -> None:
+def test_clients_cannot_change_generations() -> None:
     """Of slots that come back at once, the first one's word is the last that there is, or none."""
     for written in (b"\xff" * 8, bytes(8)):
         arena = Arena(8 * PAGE_BYTES, 8 * PAGE_BYTES, InlineExecutor(), shared=True)
@@ -64,14 +64,14 @@ def test_what_a_client_writes_over_generations_is_no_matter() -> None:
         assert arena.check() == []
 
 
-def test_after_the_last_generation_comes_the_first() -> None:
+def test_generations_wrap_around() -> None:
     region = Region(8 * PAGE_BYTES, shared=True)
     region.generations[3] = (1 << 64) - 1
     region.renew_generations([3])
     assert region.generations[3] == 1
 
 
-def test_it_can_be_neither_cut_short_nor_grown() -> None:
+def test_the_memory_cannot_be_resized() -> None:
     region = Region(8 * PAGE_BYTES, shared=True)
     descriptor = region.export(writable=True)
     for size in (0, 64 << 20):  # of whole pages, huge ones too
@@ -80,7 +80,7 @@ def test_it_can_be_neither_cut_short_nor_grown() -> None:
     os.close(descriptor)
 
 
-def test_what_is_punched_reads_zero_and_takes_no_memory() -> None:
+def test_punched_pages_read_zero_and_use_no_memory() -> None:
     region = Region(64 * PAGE_BYTES, shared=True)
     reader = mapped(region, writable=False)
     region.view[:] = b"s" * len(region.view)
@@ -90,13 +90,13 @@ def test_what_is_punched_reads_zero_and_takes_no_memory() -> None:
     assert not any(reader[:])
 
 
-def test_a_word_for_each_slot_that_there_can_be() -> None:
+def test_a_region_has_a_generation_for_every_slot() -> None:
     for shared in (False, True):
         for pages in (1, 8, 1024, 4096):
             assert len(Region(pages * PAGE_BYTES, shared=shared).generations) >= pages
 
 
-def test_an_exported_region_serves_no_other_tenant() -> None:
+def test_an_exported_region_is_not_reused_by_another_tenant() -> None:
     arena = Arena(8 * PAGE_BYTES, 8 * PAGE_BYTES, InlineExecutor(), shared=True)
     slot = arena.allocate(PAGE_BYTES, "one")
     assert slot is not None
@@ -111,7 +111,7 @@ def test_an_exported_region_serves_no_other_tenant() -> None:
     assert arena.check() == []
 
 
-def test_a_region_that_no_other_process_maps_is_cut_anew() -> None:
+def test_an_unmapped_region_is_reused() -> None:
     arena = Arena(8 * PAGE_BYTES, 8 * PAGE_BYTES, InlineExecutor(), shared=True)
     slot = arena.allocate(PAGE_BYTES, "one")
     assert slot is not None

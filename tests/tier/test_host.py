@@ -13,7 +13,7 @@ from kvcache.tier.tier import Outcome
 from tests.tier.blocks import chain, record
 
 
-def test_an_audit_passes_over_what_leaves_or_is_replaced_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_check_ignores_records_that_change_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
     tier = HostTier(capacity_bytes=1 << 20, slab_bytes=1 << 18, os_env=OsEnv(executor=lambda *_: InlineExecutor()))
     blocks = chain(6)
     assert all(o is Outcome.DONE for o in tier.write(blocks[:4], [record(a) for a in blocks[:4]]))

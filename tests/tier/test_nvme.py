@@ -29,7 +29,7 @@ from tests.tier.tier_files import DONE, MIB, NOT_FOUND, Open, inline, read, writ
 # the directory
 
 
-def test_a_second_owner_is_told_the_first_ones_process(store: Open) -> None:
+def test_a_second_owner_is_refused_with_the_firsts_pid(store: Open) -> None:
     tier = store()
     with pytest.raises(StoreError, match=f"in use by process {os.getpid()}; end it"):
         store()
@@ -37,7 +37,7 @@ def test_a_second_owner_is_told_the_first_ones_process(store: Open) -> None:
     store()
 
 
-def test_a_process_that_was_killed_leaves_no_lock(store: Open, tmp_path: Path) -> None:
+def test_a_killed_process_leaves_no_lock(store: Open, tmp_path: Path) -> None:
     code = (
         "import os, sys; from kvcache.settings.tiers import NvmeSettings; from kvcache.tier.nvme import NvmeTier;"
         "from tests.tier.blocks import *;"
@@ -50,7 +50,7 @@ def test_a_process_that_was_killed_leaves_no_lock(store: Open, tmp_path: Path) -
     assert [read(tier, address) for address in chain(5)] == [DONE] * 5
 
 
-def test_a_strangers_directory_is_refused(store: Open, tmp_path: Path) -> None:
+def test_a_directory_of_another_user_is_refused(store: Open, tmp_path: Path) -> None:
     (tmp_path / "store").mkdir()
     (tmp_path / "store" / "thesis.tex").write_text("years of work")
     with pytest.raises(StoreError, match=r"'thesis.tex' but no FORMAT .* choose an empty directory"):
@@ -58,7 +58,7 @@ def test_a_strangers_directory_is_refused(store: Open, tmp_path: Path) -> None:
     assert {path.name for path in (tmp_path / "store").iterdir()} == {"thesis.tex", "LOCK"}
 
 
-def test_another_format_is_refused_and_kept(store: Open, tmp_path: Path) -> None:
+def test_an_unknown_format_is_refused_and_kept(store: Open, tmp_path: Path) -> None:
     store().close()
     (tmp_path / "store" / "FORMAT").write_text("kvcache-nvme 2\n")
     before = {path.name: path.read_bytes() for path in (tmp_path / "store").iterdir()}
@@ -85,13 +85,13 @@ class Refusing(LocalDisk):
         (errno.EIO, "check the drive"),
     ],
 )
-def test_a_directory_that_cannot_be_used_is_one_line(store: Open, number: int, advice: str) -> None:
+def test_an_unusable_directory_is_reported_in_one_line(store: Open, number: int, advice: str) -> None:
     with pytest.raises(StoreError, match=advice) as refused:
         store(os_env=OsEnv(disk=Refusing(number)))
     assert "\n" not in str(refused.value)
 
 
-def test_a_disk_without_room_is_refused(store: Open) -> None:
+def test_a_disk_without_space_is_refused(store: Open) -> None:
     with pytest.raises(StoreError, match="full"):
         store(os_env=OsEnv(disk=SimDisk(0, capacity_bytes=4), executor=inline))
 
@@ -102,12 +102,12 @@ def test_an_invalid_setting_is_refused(setting: dict[str, Any]) -> None:
         load(None, nvme=setting)
 
 
-def test_a_capacity_below_the_least_is_refused(store: Open) -> None:
+def test_a_capacity_below_the_minimum_is_refused(store: Open) -> None:
     with pytest.raises(ConfigError, match=r"nvme.capacity_bytes = 8192: expected at least"):
         store(capacity_bytes=8192, segment_bytes=4096)
 
 
-def test_a_full_disk_at_the_start_leaves_the_store_as_it_was(store: Open) -> None:
+def test_a_full_disk_at_start_leaves_the_store_unchanged(store: Open) -> None:
     disk = SimDisk(0)
     tier = store(os_env=OsEnv(disk=disk, executor=inline))
     write(tier, chain(3))
@@ -170,7 +170,7 @@ def test_a_smaller_capacity_shrinks_the_store_at_start(store: Open, tmp_path: Pa
     assert tier.usage().records + tier.counters["excess_records"] == len(blocks)
 
 
-def test_free_space_never_goes_under_the_floor(store: Open) -> None:
+def test_free_space_never_falls_below_min_free_bytes(store: Open) -> None:
     disk = SimDisk(0, capacity_bytes=3 * MIB)
     tier = store(capacity_bytes=64 * MIB, min_free_bytes=MIB, os_env=OsEnv(disk=disk, executor=inline))
     outcomes = write(tier, chain(400))
@@ -179,7 +179,7 @@ def test_free_space_never_goes_under_the_floor(store: Open) -> None:
     assert tier.room(RECORD_BYTES) == 0
 
 
-def test_a_full_disk_fails_cleanly_and_heals(store: Open) -> None:
+def test_a_full_disk_drops_writes_and_recovers(store: Open) -> None:
     disk, clock = SimDisk(0, capacity_bytes=3 * MIB), Clock()
     tier = store(capacity_bytes=64 * MIB, os_env=OsEnv(disk=disk, clock=clock, executor=inline))
     disk.free_bytes = lambda path: 1 << 40  # type: ignore[method-assign]  # a quota: the disk says nothing of it
@@ -205,7 +205,7 @@ def test_empty_segments_are_released(store: Open, tmp_path: Path) -> None:
     assert len(list((tmp_path / "store").glob("segment-*"))) == 1
 
 
-def test_a_large_store_is_few_files() -> None:
+def test_a_large_store_uses_few_files() -> None:
     space = Allocator(10 << 40, 256 * MIB)
     files = 0
     while (segment := space.plan(364 << 10, 1 << 60)) is not None:
@@ -233,7 +233,7 @@ def test_a_smaller_record_may_take_a_slightly_larger_slot(store: Open, tmp_path:
 
 
 @pytest.mark.parametrize(("durability", "left"), [("none", 0), ("batch", 5), ("block", 5)])
-def test_what_a_power_cut_leaves_when_the_tier_was_idle(store: Open, durability: str, left: int) -> None:
+def test_idle_records_survive_a_power_cut(store: Open, durability: str, left: int) -> None:
     disk = SimDisk(3)
     os_env = OsEnv(disk=disk, clock=Clock(), executor=inline)
     tier = store(durability=durability, os_env=os_env)
@@ -245,7 +245,7 @@ def test_what_a_power_cut_leaves_when_the_tier_was_idle(store: Open, durability:
     assert [read(tier, address) for address in chain(5)].count(DONE) >= left
 
 
-def test_a_record_that_cannot_be_made_durable_is_not_there(store: Open) -> None:
+def test_a_record_that_cannot_be_synced_is_a_miss(store: Open) -> None:
     disk = SimDisk(0)
     tier = store(durability="block", os_env=OsEnv(disk=disk, clock=Clock(), executor=inline))
     write(tier, chain(2))
@@ -258,7 +258,7 @@ def test_a_record_that_cannot_be_made_durable_is_not_there(store: Open) -> None:
 
 
 @pytest.mark.parametrize("durability", ["batch", "block"])
-def test_closing_says_whether_the_last_sync_failed(store: Open, durability: str) -> None:
+def test_close_reports_a_failed_sync(store: Open, durability: str) -> None:
     disk = SimDisk(0)
     os_env = OsEnv(disk=disk, clock=Clock(), executor=inline)
     tier = store(durability=durability, os_env=os_env)
@@ -271,7 +271,7 @@ def test_closing_says_whether_the_last_sync_failed(store: Open, durability: str)
     assert [read(tier, address) for address in chain(3)] == [DONE] * 3, "no power was cut"
 
 
-def test_a_cache_says_whether_all_it_stored_is_durable(tmp_path: Path) -> None:
+def test_flush_reports_whether_all_blocks_are_durable(tmp_path: Path) -> None:
     settings = load(
         host={"capacity_bytes": 8 * MIB},
         nvme={"path": tmp_path / "store", "capacity_bytes": 8 * MIB, "min_free_bytes": 0},

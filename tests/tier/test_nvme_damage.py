@@ -71,7 +71,7 @@ def test_quarantine_outlives_a_restart(store: Open, tmp_path: Path) -> None:
     assert place(tmp_path, tier, blocks[1]) != (file, offset)
 
 
-def test_another_records_bytes_are_a_miss_and_the_slot_is_well(store: Open, tmp_path: Path) -> None:
+def test_another_records_bytes_are_a_miss_and_free_the_slot(store: Open, tmp_path: Path) -> None:
     """As after a power cut that took a removal and kept the next write into the slot."""
     tier = store()
     one, other = chain(2)
@@ -86,7 +86,7 @@ def test_another_records_bytes_are_a_miss_and_the_slot_is_well(store: Open, tmp_
     assert tier.room(RECORD_BYTES) == room + 1
 
 
-def test_a_segment_cut_short_is_a_miss(store: Open, tmp_path: Path) -> None:
+def test_a_truncated_segment_is_a_miss(store: Open, tmp_path: Path) -> None:
     for length in (0, 1, 4095, 4096, RECORD_BYTES - 1):
         tier = store()
         (address,) = chain(1, seed=length)
@@ -101,7 +101,7 @@ def test_a_segment_cut_short_is_a_miss(store: Open, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("when", ["closed", "open"])
-def test_a_missing_segment_takes_its_records(store: Open, tmp_path: Path, when: str) -> None:
+def test_a_missing_segment_loses_only_its_records(store: Open, tmp_path: Path, when: str) -> None:
     tier = store()
     blocks = chain(40)
     write(tier, blocks)
@@ -120,7 +120,7 @@ def test_a_missing_segment_takes_its_records(store: Open, tmp_path: Path, when: 
     assert set(write(tier, gone)) == {DONE}
 
 
-def test_a_damaged_journal_is_said_and_the_rest_goes_on(
+def test_a_damaged_journal_is_reported_and_the_rest_used(
     store: Open, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     tier = store()
@@ -144,7 +144,7 @@ def test_a_damaged_journal_is_said_and_the_rest_goes_on(
 # a drive that fails
 
 
-def test_writes_stop_after_a_few_errors_and_come_back(store: Open) -> None:
+def test_writes_stop_after_errors_and_resume(store: Open) -> None:
     disk, clock = SimDisk(0), Clock()
     tier = store(os_env=OsEnv(disk=disk, clock=clock, executor=inline))
     here = chain(2)
@@ -161,7 +161,7 @@ def test_writes_stop_after_a_few_errors_and_come_back(store: Open) -> None:
     assert write(tier, chain(3, seed=30)) == (DONE,) * 3
 
 
-def test_a_read_that_fails_is_a_miss_and_the_record_stays(store: Open) -> None:
+def test_a_failed_read_is_a_miss_and_keeps_the_record(store: Open) -> None:
     disk = SimDisk(0)
     tier = store(os_env=OsEnv(disk=disk, executor=inline))
     (address,) = chain(1)
@@ -173,7 +173,7 @@ def test_a_read_that_fails_is_a_miss_and_the_record_stays(store: Open) -> None:
     assert read(tier, address) is DONE
 
 
-def test_the_breaker_doubles_its_pause_and_forgets_it() -> None:
+def test_the_breaker_doubles_and_resets_its_pause() -> None:
     clock = Clock()
     breaker = CircuitBreaker(clock, errors=2, pause_s=1.0, max_pause_s=4.0)
     assert not breaker.record_failure()
@@ -215,7 +215,7 @@ def test_a_race_for_a_slot_is_a_miss_not_a_wrong_byte(store: Open) -> None:
     assert tier.room(RECORD_BYTES) == room
 
 
-def test_a_compressed_record_needs_only_its_own_room(store: Open) -> None:
+def test_a_compressed_record_uses_its_stored_size(store: Open) -> None:
     """The header area is that of the decoded size; the payload is as long as it is stored."""
     tier = store()
     (address,) = chain(1)
@@ -231,9 +231,7 @@ def test_a_compressed_record_needs_only_its_own_room(store: Open) -> None:
 
 
 @pytest.mark.parametrize(("durability", "suspect"), [("batch", True), ("none", False)])
-def test_only_what_a_sync_covered_speaks_against_a_drive(
-    store: Open, tmp_path: Path, durability: str, suspect: bool
-) -> None:
+def test_only_synced_records_make_a_drive_suspect(store: Open, tmp_path: Path, durability: str, suspect: bool) -> None:
     """A power cut takes much of what was never synced, from the best of drives."""
     tier = store(durability=durability)
     blocks = chain(SUSPECT_AFTER_RECORDS)
@@ -249,7 +247,7 @@ def test_only_what_a_sync_covered_speaks_against_a_drive(
     assert write(tier, [new]) == ((Outcome.FAILED,) if suspect else (DONE,))
 
 
-def test_what_is_lost_while_it_is_made_safe_is_told(store: Open, tmp_path: Path) -> None:
+def test_records_lost_during_a_sync_are_reported(store: Open, tmp_path: Path) -> None:
     """A sync failed, or a process ended before one: what it should have covered is read again, and need not be well."""
     tier = store(durability="batch")
     tier._flush_after = 1e9

@@ -84,7 +84,7 @@ def found(tier: MultiDriveTier) -> set[int]:
     return there
 
 
-def test_each_drive_has_a_fair_part(drives: Open) -> None:
+def test_blocks_spread_evenly_over_drives(drives: Open) -> None:
     tier = drives()
     assert set(write(tier)) == {DONE}
     parts = [one.usage().records for one in tier.tiers]
@@ -93,7 +93,7 @@ def test_each_drive_has_a_fair_part(drives: Open) -> None:
     assert len(found(tier)) == len(BLOCKS)
 
 
-def test_a_chain_is_one_run_wherever_its_blocks_are(drives: Open) -> None:
+def test_scan_joins_a_chain_across_drives(drives: Open) -> None:
     tier = drives()
     write(tier)
     ((head, signatures),) = tier.runs()
@@ -109,7 +109,7 @@ def test_the_order_of_the_directories_does_not_matter(drives: Open) -> None:
     assert len(found(drives(*reversed(NAMES)))) == len(BLOCKS)
 
 
-def test_a_drive_that_comes_moves_nothing_and_takes_its_part(drives: Open) -> None:
+def test_an_added_drive_takes_new_blocks_without_moves(drives: Open) -> None:
     tier = drives("one", "two")
     write(tier)
     tier.close()
@@ -120,7 +120,7 @@ def test_a_drive_that_comes_moves_nothing_and_takes_its_part(drives: Open) -> No
     assert 8 <= tier.tiers[2].usage().records <= 55  # a third, give or take what chance does
 
 
-def test_a_drive_that_is_not_there_costs_its_own_blocks_and_no_more(drives: Open) -> None:
+def test_a_missing_drive_loses_only_its_blocks(drives: Open) -> None:
     disk = Failing()
     tier = drives(disk=disk)
     write(tier)
@@ -139,7 +139,7 @@ def test_a_drive_that_is_not_there_costs_its_own_blocks_and_no_more(drives: Open
     assert len(found(tier)) == tier.usage().records == len(BLOCKS), "no block is on two drives"
 
 
-def test_a_drive_that_fails_while_it_runs_costs_its_own_blocks_and_no_more(drives: Open, tmp_path: Path) -> None:
+def test_a_failing_drive_loses_only_its_blocks(drives: Open, tmp_path: Path) -> None:
     tier = drives()
     write(tier)
     own = {i for i in range(len(BLOCKS)) if not tier.tiers[0].has_names([BLOCKS[i]])[0]}
@@ -152,7 +152,7 @@ def test_a_drive_that_fails_while_it_runs_costs_its_own_blocks_and_no_more(drive
     assert len(found(tier)) == len(BLOCKS)
 
 
-def test_a_suspect_drive_gets_no_new_records_and_is_trusted_after_a_scrub(drives: Open, tmp_path: Path) -> None:
+def test_a_suspect_drive_takes_records_after_a_scrub(drives: Open, tmp_path: Path) -> None:
     tier = drives()
     write(tier)
     one = tier.tiers[0]
@@ -178,7 +178,7 @@ def test_a_suspect_drive_gets_no_new_records_and_is_trusted_after_a_scrub(drives
     assert one.write([alone], [record(alone)]) == (DONE,)
 
 
-def test_a_full_drive_leaves_its_blocks_to_the_others(drives: Open) -> None:
+def test_blocks_of_a_full_drive_go_to_other_drives(drives: Open) -> None:
     tier = drives(capacity_bytes=3 * MIB)
     room = tier.room(RECORD_BYTES)
     many = chain(room, seed=2)
@@ -187,27 +187,27 @@ def test_a_full_drive_leaves_its_blocks_to_the_others(drives: Open) -> None:
     assert tier.room(RECORD_BYTES) == 0
 
 
-def test_cancelling_reaches_every_drive(drives: Open) -> None:
+def test_cancel_reaches_every_drive(drives: Open) -> None:
     tier = drives()
     ticket = tier.submit("write", BLOCKS, [record(address) for address in BLOCKS])
     ticket.cancel()
     assert all(part.cancelled for _, part in ticket.parts)  # type: ignore[attr-defined]
 
 
-def test_what_makes_no_sense_is_refused(tmp_path: Path) -> None:
+def test_invalid_paths_are_refused(tmp_path: Path) -> None:
     one = str(tmp_path / "one")
     with pytest.raises(ConfigError, match=r"nvme.paths = .*each once"):
         load(None, nvme={"paths": [one, one]})
 
 
-def test_a_directory_of_another_process_is_refused_not_left_out(tmp_path: Path, drives: Open) -> None:
+def test_a_directory_of_another_process_is_refused(tmp_path: Path, drives: Open) -> None:
     drives("one", "two")
     with pytest.raises(StoreError, match=f"in use by process {os.getpid()}"):
         drives("one", "three")
     shutil.rmtree(tmp_path / "three", ignore_errors=True)
 
 
-def test_one_directory_is_a_tier_by_itself(tmp_path: Path) -> None:
+def test_one_directory_opens_a_plain_tier(tmp_path: Path) -> None:
     tier = open_drives(NvmeSettings(paths=[str(tmp_path / "one")], capacity_bytes=4 * MIB, min_free_bytes=0))
     assert isinstance(tier, NvmeTier)
     tier.close()

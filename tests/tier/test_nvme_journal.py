@@ -77,7 +77,7 @@ LATER = [
 # the page
 
 
-def test_the_vectors_of_the_page() -> None:
+def test_entries_equal_the_vectors_of_the_page() -> None:
     assert FileHeader(CHECKPOINT, 2, 9, 3).pack() + pack_frame(STATE, 0, 2) == vector("checkpoint-2")
     journal = FileHeader(JOURNAL, 2, 9).pack()
     for entries, sequence in zip(LATER, (9, 10, 12), strict=True):
@@ -85,7 +85,7 @@ def test_the_vectors_of_the_page() -> None:
     assert journal == vector("journal-2")
 
 
-def test_a_reader_written_from_the_page() -> None:
+def test_a_reader_written_from_the_page_reads_the_journal() -> None:
     """The tables of the page, with nothing of ours."""
     data = vector("journal-2")
     magic, version, kind, size, zero, number, sequence, count = struct.unpack_from("<8s4H3Q", data)
@@ -106,7 +106,7 @@ def test_a_reader_written_from_the_page() -> None:
     assert struct.unpack_from("<Q", data, len(data) - 8) == (12,)
 
 
-def test_numpy_sees_the_same_entry() -> None:
+def test_the_numpy_dtype_equals_the_entry_format() -> None:
     assert COLUMNS.itemsize == ENTRY_BYTES
     assert Entry.unpack(entry(PUT, **RECORD)) == Entry(PUT)._replace(**RECORD)
 
@@ -125,7 +125,7 @@ def frames(lengths: list[int], number: int = 1) -> tuple[bytes, list[int]]:
 
 
 @given(st.lists(st.integers(1, 4), min_size=1, max_size=5), st.data())
-def test_a_torn_tail_is_cut_to_whole_frames(lengths: list[int], data: st.DataObject) -> None:
+def test_a_torn_tail_is_cut_to_complete_frames(lengths: list[int], data: st.DataObject) -> None:
     whole, ends = frames(lengths)
     cut = data.draw(st.integers(HEADER_BYTES, len(whole)))
     noise = data.draw(st.binary(max_size=40))
@@ -137,7 +137,7 @@ def test_a_torn_tail_is_cut_to_whole_frames(lengths: list[int], data: st.DataObj
 
 
 @given(st.lists(st.integers(1, 4), min_size=2, max_size=5), st.data())
-def test_nothing_behind_a_changed_byte_is_trusted(lengths: list[int], data: st.DataObject) -> None:
+def test_frames_behind_a_changed_byte_are_ignored(lengths: list[int], data: st.DataObject) -> None:
     whole, ends = frames(lengths)
     at = data.draw(st.integers(HEADER_BYTES, len(whole) - 1))
     changed = bytearray(whole)
@@ -149,13 +149,13 @@ def test_nothing_behind_a_changed_byte_is_trusted(lengths: list[int], data: st.D
     assert b"".join(found.entries) == b"".join(entry(PUT, slot=i) for i in range(sum(lengths[: len(sound)])))
 
 
-def test_a_frame_that_is_missing_ends_trust() -> None:
+def test_frames_behind_a_missing_frame_are_ignored() -> None:
     data, ends = frames([1, 1, 1])
     found = read_frames(bytearray(data[: ends[0]] + data[ends[1] :]), 0, 1)
     assert (found.sequence, found.end) == (1, "damaged")
 
 
-def test_a_frame_of_another_file_is_none() -> None:
+def test_a_frame_of_another_file_is_refused() -> None:
     data, _ = frames([2], number=7)
     assert read_frames(bytearray(data), 0, 8).sequence == 0
 
@@ -181,7 +181,7 @@ def slots(journal: Journal) -> list[int]:
     return [Entry.unpack(entries, i).slot for i in range(len(entries) // ENTRY_BYTES)]
 
 
-def test_entries_are_there_again(directory: Directory) -> None:
+def test_entries_are_read_after_reopening(directory: Directory) -> None:
     journal = Journal(directory)
     for slot in range(5):
         journal.append(entry(PUT, slot=slot))
@@ -207,7 +207,7 @@ def test_a_checkpoint_replaces_what_is_before_it(directory: Directory) -> None:
     journal.close()
 
 
-def test_a_torn_tail_is_written_over(directory: Directory, tmp_path: Path) -> None:
+def test_a_torn_tail_is_overwritten(directory: Directory, tmp_path: Path) -> None:
     journal = Journal(directory)
     journal.append(entry(PUT, slot=1))
     journal.append(entry(PUT, slot=2))
@@ -222,7 +222,7 @@ def test_a_torn_tail_is_written_over(directory: Directory, tmp_path: Path) -> No
     journal.close()
 
 
-def test_damage_is_said_and_nothing_is_appended_behind_it(directory: Directory, tmp_path: Path) -> None:
+def test_damage_is_reported_and_not_appended_to(directory: Directory, tmp_path: Path) -> None:
     journal = Journal(directory)
     for slot in range(3):
         journal.append(entry(PUT, slot=slot))
@@ -269,7 +269,7 @@ def test_a_missing_checkpoint_is_refused(directory: Directory, tmp_path: Path) -
         Journal(directory)
 
 
-def test_without_its_journal_a_checkpoint_is_still_good(directory: Directory, tmp_path: Path) -> None:
+def test_a_checkpoint_without_its_journal_is_valid(directory: Directory, tmp_path: Path) -> None:
     """What the message about a bad journal advises must work."""
     journal = Journal(directory)
     journal.append(entry(PUT, slot=1))
@@ -292,7 +292,7 @@ def test_segments_without_a_journal_are_refused(directory: Directory, tmp_path: 
 # what a restart makes of entries
 
 
-def test_the_last_word_on_each_slot_holds() -> None:
+def test_the_last_entry_of_a_slot_counts() -> None:
     def put(slot: int, signature: int) -> bytes:
         return entry(PUT, **{**RECORD, "slot": slot, "signature": bytes([signature]) * 32})
 
@@ -326,7 +326,7 @@ def test_the_last_word_on_each_slot_holds() -> None:
     assert index.allocator.next_number == 3
 
 
-def test_a_mark_tells_what_is_safe(directory: Directory) -> None:
+def test_a_sync_mark_decides_the_safe_records(directory: Directory) -> None:
     """In a checkpoint by its own numbers, in a journal by sequence numbers; the last one counts."""
 
     def put(slot: int) -> bytes:
@@ -357,7 +357,7 @@ def test_a_mark_tells_what_is_safe(directory: Directory) -> None:
     journal.close()
 
 
-def test_two_slots_under_one_name_leave_one() -> None:
+def test_two_slots_of_one_record_leave_one() -> None:
     index = Index(Allocator(1 << 30, 1 << 20))
     index.load(STATE + entry(PUT, **{**RECORD, "slot": 1}))
     assert len(index.places) == 1
@@ -366,7 +366,7 @@ def test_two_slots_under_one_name_leave_one() -> None:
     assert index.allocator.check(index.places.values()) == []
 
 
-def test_a_state_is_what_it_was_made_of() -> None:
+def test_a_loaded_state_is_written_unchanged() -> None:
     index = Index(Allocator(1 << 30, 1 << 20))
     index.load(STATE + entry(NAMESPACE, namespace=4, signature=b"\x44" * 32))
     pieces, count = index.state(synced=False)

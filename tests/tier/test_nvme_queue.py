@@ -11,7 +11,7 @@ from tests.tier.blocks import RECORD_BYTES, buffer, chain, record
 from tests.tier.tier_files import DONE, NOT_FOUND, DeferredExecutor, Open, read, write
 
 
-def test_the_most_urgent_goes_first(store: Open) -> None:
+def test_the_highest_priority_runs_first(store: Open) -> None:
     executor = DeferredExecutor()
     tier = store(os_env=OsEnv(executor=lambda threads, name: executor))
     order: list[str] = []
@@ -30,7 +30,7 @@ def test_the_most_urgent_goes_first(store: Open) -> None:
     assert order == [f"{op} {name}" for name in ("waiting", "ahead", "background") for op in ("read", "write")]
 
 
-def test_a_full_queue_drops_writes_and_takes_reads(store: Open) -> None:
+def test_a_full_queue_drops_writes_and_accepts_reads(store: Open) -> None:
     executor = DeferredExecutor()
     tier = store(queue_bytes=3 * RECORD_BYTES, os_env=OsEnv(executor=lambda threads, name: executor))
     blocks = chain(5)
@@ -46,12 +46,12 @@ def test_a_full_queue_drops_writes_and_takes_reads(store: Open) -> None:
     assert again.outcomes == (DONE, DONE)
 
 
-def test_a_write_larger_than_the_queue_is_taken_alone(store: Open) -> None:
+def test_a_write_larger_than_the_queue_runs_alone(store: Open) -> None:
     tier = store(queue_bytes=1)
     assert write(tier, chain(1)) == (DONE,)
 
 
-def test_what_waits_past_its_deadline_is_late(store: Open) -> None:
+def test_a_request_past_its_deadline_times_out(store: Open) -> None:
     """Even where no thread comes to it: the next call finds it."""
     executor, clock = DeferredExecutor(), Clock()
     tier = store(os_env=OsEnv(clock=clock, executor=lambda threads, name: executor))
@@ -64,7 +64,7 @@ def test_what_waits_past_its_deadline_is_late(store: Open) -> None:
     assert tier.contains(blocks) == (NOT_FOUND, NOT_FOUND, DONE)
 
 
-def test_what_was_cancelled_before_it_began_does_not_begin(store: Open) -> None:
+def test_a_cancelled_request_never_starts(store: Open) -> None:
     executor = DeferredExecutor()
     tier = store(os_env=OsEnv(executor=lambda threads, name: executor))
     ticket = tier.submit("write", chain(2), [record(a) for a in chain(2)])
@@ -74,7 +74,7 @@ def test_what_was_cancelled_before_it_began_does_not_begin(store: Open) -> None:
     assert tier.usage().records == 0
 
 
-def test_closing_runs_what_was_submitted(store: Open) -> None:
+def test_close_runs_submitted_requests(store: Open) -> None:
     tier = store(os_env=OsEnv())
     ticket = tier.submit("write", chain(3), [record(a) for a in chain(3)], priority=BACKGROUND)
     tier.close()

@@ -40,7 +40,7 @@ def _spoil_middle(store: Path) -> None:
 
 
 @pytest.mark.parametrize("lose", [_remove, _spoil_header, _lose_checkpoint, _spoil_middle])
-def test_every_sound_record_comes_back(store: Open, tmp_path: Path, lose: Callable[[Path], None]) -> None:
+def test_every_valid_record_is_rebuilt(store: Open, tmp_path: Path, lose: Callable[[Path], None]) -> None:
     tier = store()
     assert write(tier, BLOCKS) == (DONE,) * 12
     if lose is _lose_checkpoint:
@@ -63,7 +63,7 @@ def test_every_sound_record_comes_back(store: Open, tmp_path: Path, lose: Callab
     assert write(tier, chain(3, seed=4)) == (DONE,) * 3
 
 
-def test_a_removed_record_may_come_back_and_is_right(store: Open, tmp_path: Path) -> None:
+def test_a_removed_record_may_be_rebuilt_correctly(store: Open, tmp_path: Path) -> None:
     tier = store()
     write(tier, BLOCKS)
     tier.remove(BLOCKS[3:5])
@@ -74,7 +74,7 @@ def test_a_removed_record_may_come_back_and_is_right(store: Open, tmp_path: Path
     assert read(tier, BLOCKS[3]) is DONE
 
 
-def test_a_torn_record_does_not_come_back(store: Open, tmp_path: Path) -> None:
+def test_a_torn_record_is_not_rebuilt(store: Open, tmp_path: Path) -> None:
     tier = store()
     write(tier, BLOCKS)
     tier.close()
@@ -90,7 +90,7 @@ def test_a_torn_record_does_not_come_back(store: Open, tmp_path: Path) -> None:
     assert read(tier, BLOCKS[4]) is NOT_FOUND
 
 
-def test_a_segment_without_a_label_is_told(store: Open, tmp_path: Path) -> None:
+def test_a_segment_without_a_footer_is_reported(store: Open, tmp_path: Path) -> None:
     tier = store()
     write(tier, BLOCKS)
     write(tier, LARGE, 40_000)
@@ -104,7 +104,7 @@ def test_a_segment_without_a_label_is_told(store: Open, tmp_path: Path) -> None:
     assert (found.records, found.unlabelled) == (6, 1)
 
 
-def test_a_store_whose_journal_is_well_is_left_alone(store: Open, tmp_path: Path) -> None:
+def test_a_store_with_a_valid_journal_is_not_rebuilt(store: Open, tmp_path: Path) -> None:
     tier = store()
     write(tier, BLOCKS)
     tier.close()
@@ -114,7 +114,7 @@ def test_a_store_whose_journal_is_well_is_left_alone(store: Open, tmp_path: Path
     assert {path.name: path.read_bytes() for path in (tmp_path / "store").iterdir()} == before
 
 
-def test_a_label_of_any_other_bytes_is_none() -> None:
+def test_a_corrupt_footer_is_ignored() -> None:
     page = SegmentFooter(4, 1, 16384).pack()
     assert SegmentFooter.unpack(page) == (4, 1, 16384)
     assert page == vector("label").ljust(FOOTER_BYTES, b"\0")

@@ -48,7 +48,7 @@ def test_a_chain_is_one_run() -> None:
     assert list(runs(entries([]), NAMESPACES)) == []
 
 
-def test_groups_shards_and_namespaces_are_runs_of_their_own() -> None:
+def test_groups_shards_and_namespaces_are_separate_runs() -> None:
     """The same signatures under another group or shard; another namespace's parent is no parent."""
     blocks = chain(6)
     all_of_them = [
@@ -63,7 +63,7 @@ def test_groups_shards_and_namespaces_are_runs_of_their_own() -> None:
 
 
 @given(st.data())
-def test_any_tree(data: st.DataObject) -> None:
+def test_any_tree_is_restored_heads_first(data: st.DataObject) -> None:
     blocks = chain(data.draw(st.integers(1, 12)))
     for seed in range(1, data.draw(st.integers(1, 6))):
         stem = data.draw(st.sampled_from(blocks))

@@ -30,7 +30,7 @@ from tests.tier.tier_files import OpenObjects, objects
 DONE, NOT_FOUND = Outcome.DONE, Outcome.NOT_FOUND
 
 
-def test_a_chain_lies_in_few_objects(opened: OpenObjects, tmp_path: Path) -> None:
+def test_a_chain_is_stored_in_few_objects(opened: OpenObjects, tmp_path: Path) -> None:
     tier, blocks = opened(), chain(60)
     assert set(write(tier, blocks)) == {DONE}
     assert len(objects(tmp_path)) == 1
@@ -42,13 +42,13 @@ def test_a_chain_lies_in_few_objects(opened: OpenObjects, tmp_path: Path) -> Non
     assert opened().check() == []
 
 
-def test_chains_stand_apart(opened: OpenObjects, tmp_path: Path) -> None:
+def test_unrelated_chains_are_stored_in_separate_packs(opened: OpenObjects, tmp_path: Path) -> None:
     tier = opened()
     assert set(write(tier, chain(3) + chain(3, seed=1) + chain(2, group=1))) == {DONE}
     assert len(objects(tmp_path)) == 3
 
 
-def test_a_cold_process_finds_any_block(opened: OpenObjects) -> None:
+def test_a_new_process_finds_any_block(opened: OpenObjects) -> None:
     blocks = chain(40)
     write(opened(), blocks)
     assert opened().contains(blocks[17:20]) == (DONE,) * 3
@@ -57,7 +57,7 @@ def test_a_cold_process_finds_any_block(opened: OpenObjects) -> None:
     assert opened().match_prefix(blocks + chain(3, seed=1)).result(30) == 40
 
 
-def test_what_others_write_later_is_found_by_its_name(opened: OpenObjects) -> None:
+def test_later_packs_of_others_are_found_by_name(opened: OpenObjects) -> None:
     """Between two listings: a new prefix, and what goes on where a known one ends."""
     one, other, blocks = opened(), opened(), chain(12)
     assert other.match_prefix(blocks).result(30) == 0
@@ -70,7 +70,7 @@ def test_what_others_write_later_is_found_by_its_name(opened: OpenObjects) -> No
     assert intact(other, blocks)
 
 
-def test_what_lies_within_a_pack_is_found_by_the_next_listing(opened: OpenObjects) -> None:
+def test_blocks_inside_a_pack_are_found_by_a_listing(opened: OpenObjects) -> None:
     one, blocks, clock = opened(), chain(6), Clock()
     other = opened(os_env=OsEnv(clock=clock), refresh_s=30)
     assert other.contains(blocks[3:]) == (NOT_FOUND,) * 3
@@ -80,7 +80,7 @@ def test_what_lies_within_a_pack_is_found_by_the_next_listing(opened: OpenObject
     assert other.contains(blocks[3:]) == (DONE,) * 3
 
 
-def test_two_that_store_the_same_store_one_copy(opened: OpenObjects, tmp_path: Path) -> None:
+def test_concurrent_stores_leave_one_copy(opened: OpenObjects, tmp_path: Path) -> None:
     blocks = chain(30)
     tiers = [opened() for _ in range(4)]
     for tier in tiers:
@@ -101,7 +101,7 @@ def test_two_that_store_the_same_store_one_copy(opened: OpenObjects, tmp_path: P
     assert intact(opened(), blocks)
 
 
-def test_a_store_that_cannot_write_only_where_nothing_is(opened: OpenObjects, tmp_path: Path) -> None:
+def test_a_store_without_conditional_writes_works(opened: OpenObjects, tmp_path: Path) -> None:
     tier, blocks = opened(), chain(4)
     tier._store._supports_create = False
     assert set(write(tier, blocks)) == {DONE}
@@ -115,7 +115,7 @@ def test_a_store_that_cannot_write_only_where_nothing_is(opened: OpenObjects, tm
 # tables of many packs
 
 
-def test_the_catalogue_spares_the_next_process(
+def test_the_manifest_spares_the_next_process_reads(
     opened: OpenObjects, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(module, "COPY_AFTER_READS", 8)
@@ -134,7 +134,7 @@ def test_the_catalogue_spares_the_next_process(
 
 
 @pytest.mark.parametrize("how", ["garbage", "shape", "rows", "stale"])
-def test_a_catalogue_is_never_believed(
+def test_a_wrong_manifest_never_gives_a_hit(
     opened: OpenObjects, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, how: str
 ) -> None:
     monkeypatch.setattr(module, "COPY_AFTER_READS", 4)
@@ -188,7 +188,7 @@ def test_a_pack_that_a_lifecycle_rule_deletes_is_a_miss(opened: OpenObjects, tmp
 
 
 @pytest.mark.parametrize("how", ["cut", "empty", "other", "flipped table"])
-def test_an_object_that_somebody_else_changed_is_never_a_hit(opened: OpenObjects, tmp_path: Path, how: str) -> None:
+def test_an_object_changed_by_others_is_never_a_hit(opened: OpenObjects, tmp_path: Path, how: str) -> None:
     tier, blocks = opened(), chain(6)
     write(tier, blocks)
     (path,) = objects(tmp_path)
@@ -209,7 +209,7 @@ def test_an_object_that_somebody_else_changed_is_never_a_hit(opened: OpenObjects
     assert intact(opened(), blocks)
 
 
-def test_a_flipped_bit_costs_one_record(opened: OpenObjects, tmp_path: Path) -> None:
+def test_a_flipped_bit_loses_one_record(opened: OpenObjects, tmp_path: Path) -> None:
     tier, blocks = opened(), chain(6)
     write(tier, blocks)
     (path,) = objects(tmp_path)
@@ -228,7 +228,7 @@ def test_a_flipped_bit_costs_one_record(opened: OpenObjects, tmp_path: Path) -> 
     assert intact(opened(), blocks)
 
 
-def test_removed_from_a_pack_that_another_process_reads(opened: OpenObjects, tmp_path: Path) -> None:
+def test_a_removal_is_seen_by_another_reader(opened: OpenObjects, tmp_path: Path) -> None:
     one, other, blocks = opened(), opened(), chain(6)
     write(one, blocks)
     assert intact(other, blocks)
@@ -248,7 +248,7 @@ def lasting(address: Address, end_s: float) -> list[memoryview]:
 
 
 @pytest.mark.parametrize("stale", [{0}, {1}, {3}, {0, 2}, {0, 1, 2, 3}])
-def test_what_expired_in_a_pack_makes_room_and_the_rest_stays(opened: OpenObjects, stale: set[int]) -> None:
+def test_expired_records_are_cut_from_a_pack(opened: OpenObjects, stale: set[int]) -> None:
     class Wall(Clock):
         wall_s = 1000.0
 
@@ -272,7 +272,7 @@ def test_what_expired_in_a_pack_makes_room_and_the_rest_stays(opened: OpenObject
 
 
 @given(st.lists(st.integers(1, 9000), min_size=1, max_size=8), st.data())
-def test_a_table_is_read_or_refused(sizes: list[int], data: st.DataObject) -> None:
+def test_a_pack_table_is_read_or_refused(sizes: list[int], data: st.DataObject) -> None:
     blocks = chain(len(sizes))
     cuts = []
     for i, (address, size) in enumerate(zip(blocks, sizes, strict=True)):
@@ -293,7 +293,7 @@ def test_a_table_is_read_or_refused(sizes: list[int], data: st.DataObject) -> No
 
 
 @given(st.binary(max_size=300))
-def test_any_bytes_are_no_table(data: bytes) -> None:
+def test_arbitrary_bytes_are_no_pack_table(data: bytes) -> None:
     with pytest.raises(RecordError):
         read_table(data)
 
@@ -308,13 +308,13 @@ def test_any_bytes_are_no_table(data: bytes) -> None:
         ("az://a/c", "http://127.0.0.1:1/a", {"account_name": "a", "endpoint": "http://127.0.0.1:1/a"}),
     ],
 )
-def test_each_makers_store_is_told_where_it_is(url: str, endpoint: str, config: dict[str, str]) -> None:
+def test_each_providers_client_gets_its_endpoint(url: str, endpoint: str, config: dict[str, str]) -> None:
     store = opened_store(url, endpoint=endpoint, region="", credentials_file="", timeout_s=1)
     assert config.items() <= dict(store.config).items()
     assert store.prefix is None
 
 
-def test_names() -> None:
+def test_pack_names_parse_to_their_namespace() -> None:
     names, (address,) = ObjectNames("a/b"), chain(1)
     path = names.pack(PackLocation.of(address), address.signature)
     assert path.startswith(f"a/b/o1r1/{address.namespace.hex()}/0-")
@@ -339,7 +339,7 @@ def test_names() -> None:
         ({"url": "gs://bucket", "region": "us-east-1"}, "region"),
     ],
 )
-def test_settings_that_make_no_sense(settings: dict[str, Any], said: str) -> None:
+def test_invalid_settings_are_refused(settings: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError, match=said) as caught:
         ObjectTier(load(None, object=settings).object)
     assert "secret" not in str(caught.value)

@@ -52,7 +52,7 @@ def read(tier: ObjectTier, blocks: Any) -> tuple[Outcome, ...]:
     return tier.read(blocks, [record(address) for address in blocks])
 
 
-def test_a_server_error_is_tried_again_within_the_call(tier: ObjectTier, gate: HttpFaultProxy) -> None:
+def test_a_server_error_is_retried_within_the_call(tier: ObjectTier, gate: HttpFaultProxy) -> None:
     blocks = chain(3)
     assert set(write(tier, blocks)) == {DONE}
     gate.status, gate.times = 500, 2
@@ -61,7 +61,7 @@ def test_a_server_error_is_tried_again_within_the_call(tier: ObjectTier, gate: H
 
 
 @pytest.mark.parametrize(("status", "reason"), [(403, "denied"), (401, "denied"), (500, "failed"), (503, "failed")])
-def test_refused(
+def test_refused_requests_open_the_breaker(
     tier: ObjectTier, gate: HttpFaultProxy, clock: Clock, caplog: pytest.LogCaptureFixture, status: int, reason: str
 ) -> None:
     """Each call is a miss; after three nothing waits for the store, until a probe finds it well."""
@@ -89,7 +89,7 @@ def test_refused(
 
 
 @pytest.mark.parametrize("status", [429, 500, 503])
-def test_a_refusal_is_no_short_range_whatever_its_text(gate: HttpFaultProxy, clock: Clock, status: int) -> None:
+def test_a_refusals_text_never_looks_like_a_short_range(gate: HttpFaultProxy, clock: Clock, status: int) -> None:
     """The text of the error holds the path, and with it the status of a range behind the end."""
     tier = through(gate, clock, f"port-41600-{next(_numbers)}")
     try:
@@ -107,7 +107,7 @@ def test_a_refusal_is_no_short_range_whatever_its_text(gate: HttpFaultProxy, clo
         tier.close()
 
 
-def test_a_name_that_was_refused_is_asked_for_again(tier: ObjectTier, gate: HttpFaultProxy) -> None:
+def test_a_refused_lookup_is_not_remembered(tier: ObjectTier, gate: HttpFaultProxy) -> None:
     """For a moment it is remembered that there is no pack of a name: not where the store did not say so."""
     assert tier.contains(chain(1)) == (NOT_FOUND,)
     gate.status = 503
@@ -115,7 +115,7 @@ def test_a_name_that_was_refused_is_asked_for_again(tier: ObjectTier, gate: Http
         assert tier.contains(chain(1, seed=1)) == (FAILED,)
 
 
-def test_a_conflict_for_a_read_is_a_refusal(tier: ObjectTier, gate: HttpFaultProxy) -> None:
+def test_a_409_for_a_read_is_a_refusal(tier: ObjectTier, gate: HttpFaultProxy) -> None:
     """Only a call that takes a name may find it taken."""
     blocks = chain(3)
     assert set(write(tier, blocks)) == {DONE}
@@ -158,7 +158,7 @@ def test_a_store_that_refuses_only_writes_is_read(tier: ObjectTier, gate: HttpFa
     assert set(write(tier, chain(1, seed=9))) == {DONE}
 
 
-def test_hung(gate: HttpFaultProxy) -> None:
+def test_a_hung_store_times_out(gate: HttpFaultProxy) -> None:
     """Each call ends by its deadline, touches nothing afterwards, and holds no thread."""
     tier = through(gate, Clock(), f"faults-{next(_numbers)}", timeout_s=60, connections=2)
     try:
@@ -181,7 +181,7 @@ def test_hung(gate: HttpFaultProxy) -> None:
 
 
 @pytest.mark.parametrize("trickle", [False, True], ids=["late", "trickling"])
-def test_slow(gate: HttpFaultProxy, trickle: bool) -> None:
+def test_a_slow_store_times_out_by_deadline(gate: HttpFaultProxy, trickle: bool) -> None:
     """It answers, but not in time: who has the time gets its answer; who has not ends by the deadline, and after three
     of them nothing waits for it. What comes late touches nothing."""
     clock = Clock()
@@ -212,7 +212,7 @@ def test_slow(gate: HttpFaultProxy, trickle: bool) -> None:
         tier.close()
 
 
-def test_closing_does_not_wait_for_a_hung_store(gate: HttpFaultProxy, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_close_does_not_wait_for_a_hung_store(gate: HttpFaultProxy, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvcache.tier.object.tier._CLOSE_S", 0.05)
     tier = through(gate, Clock(), f"faults-{next(_numbers)}", connections=1, timeout_s=1000)
     gate.hang = True
@@ -223,7 +223,7 @@ def test_closing_does_not_wait_for_a_hung_store(gate: HttpFaultProxy, monkeypatc
 
 
 @pytest.mark.parametrize("fault", ["cut", "body"])
-def test_what_comes_cut_or_is_something_else_is_never_a_hit(
+def test_a_cut_or_replaced_body_is_never_a_hit(
     tier: ObjectTier, gate: HttpFaultProxy, clock: Clock, fault: str
 ) -> None:
     blocks = chain(6)
@@ -244,7 +244,7 @@ def test_what_comes_cut_or_is_something_else_is_never_a_hit(
         cold.close()
 
 
-def test_a_store_that_is_not_there(clock: Clock) -> None:
+def test_an_unreachable_store_is_a_miss(clock: Clock) -> None:
     settings = {**shared("seaweedfs").settings, "endpoint": "http://127.0.0.1:9", "timeout_s": 60}
     tier = ObjectTier(ObjectSettings(**settings), os_env=OsEnv(clock=clock))
     try:
@@ -257,7 +257,7 @@ def test_a_store_that_is_not_there(clock: Clock) -> None:
         tier.close()
 
 
-def test_a_bucket_that_is_not_there(clock: Clock) -> None:
+def test_a_missing_bucket_is_a_miss(clock: Clock) -> None:
     tier = ObjectTier(
         ObjectSettings(**{**shared("seaweedfs").settings, "url": "s3://nowhere", "timeout_s": 60}),
         os_env=OsEnv(clock=clock),

@@ -37,7 +37,7 @@ def tails(chains: Sequence[Sequence[Address]]) -> list[Address]:
     return [each[1] for each in chains]
 
 
-def test_pages_that_came_stay_where_a_later_one_does_not(
+def test_listed_pages_stay_if_a_later_page_fails(
     opened: OpenObjects, chains: list[list[Address]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tier = opened()
@@ -126,7 +126,7 @@ def test_a_refused_listing_makes_no_block_absent(opened: OpenObjects, monkeypatc
     assert tier.contains(blocks) == (TIMED_OUT,) * 3
 
 
-def test_what_is_known_is_bounded_and_the_rest_is_found_by_its_name(
+def test_the_manifest_is_bounded_and_the_rest_found_by_name(
     opened: OpenObjects, chains: list[list[Address]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(manifest, "MAX_RECORDS", 5)
@@ -151,7 +151,7 @@ def folder(tmp_path: Path, namespace: bytes) -> Path:
 
 @pytest.mark.parametrize("listed", [False, True])
 @pytest.mark.parametrize("where", ["namespace", "group", "name"])
-def test_a_pack_that_somebody_copied_elsewhere_is_none(
+def test_a_pack_copied_to_another_key_is_ignored(
     opened: OpenObjects, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str, listed: bool
 ) -> None:
     """A sound one: asked for by its name or met in a listing, it is no hit, is counted, and takes no room."""
@@ -186,7 +186,7 @@ def test_a_pack_that_somebody_copied_elsewhere_is_none(
     assert intact(opened(), [wrong])
 
 
-def test_one_with_few_large_packs_pushes_out_no_other(opened: OpenObjects, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_namespace_of_large_packs_evicts_no_other(opened: OpenObjects, monkeypatch: pytest.MonkeyPatch) -> None:
     """The bound is in records, and so is who has most of them."""
     monkeypatch.setattr(manifest, "MAX_RECORDS", 24)
     tier, small = opened(), [chain(1, seed=seed) for seed in range(6)]
@@ -203,9 +203,7 @@ def test_one_with_few_large_packs_pushes_out_no_other(opened: OpenObjects, monke
 
 
 @pytest.mark.parametrize("listed", [False, True])
-def test_one_oversized_pack_pushes_out_no_other(
-    opened: OpenObjects, monkeypatch: pytest.MonkeyPatch, listed: bool
-) -> None:
+def test_an_oversized_pack_evicts_no_other(opened: OpenObjects, monkeypatch: pytest.MonkeyPatch, listed: bool) -> None:
     """Whoever can write to the store can make one that is sound; neither its rows nor what was known go for it."""
     blocks, other, much = chain(4), chain(4, seed=1), chain(5, seed=2)
     assert write(opened(), much) == (DONE,) * 5  # by who takes so many
@@ -228,9 +226,7 @@ def test_one_oversized_pack_pushes_out_no_other(
     assert intact(opened(), longer)
 
 
-def test_who_asks_for_more_than_is_remembered_comes_to_an_end(
-    opened: OpenObjects, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_lookup_larger_than_the_manifest_ends(opened: OpenObjects, monkeypatch: pytest.MonkeyPatch) -> None:
     """A pack's new entries push out another that was asked for as well."""
     chains = [chain(4, seed=seed) for seed in range(3)]
     writer = opened()
@@ -243,7 +239,7 @@ def test_who_asks_for_more_than_is_remembered_comes_to_an_end(
 
 
 @pytest.mark.parametrize(("stores", "rounds"), [(0, 1), (2, 3), (99, 3)])
-def test_a_purge_meets_who_goes_on_storing(
+def test_a_purge_repeats_while_others_store(
     opened: OpenObjects, chains: list[list[Address]], monkeypatch: pytest.MonkeyPatch, stores: int, rounds: int
 ) -> None:
     """What is stored while it deletes goes too, for so many rounds; who stores for longer is an error, not an end
@@ -270,7 +266,7 @@ def test_a_purge_meets_who_goes_on_storing(
 
 
 @pytest.mark.skipif(bool(MISSING["seaweedfs"]), reason=MISSING["seaweedfs"])
-def test_a_bucket_of_many_objects(opened: OpenObjects) -> None:
+def test_a_bucket_of_many_objects_is_listed(opened: OpenObjects) -> None:
     """More than a server names at a time: a cold process finds all of them, the next one from what the first left."""
     store = {**shared("seaweedfs").settings, "prefix": "many"}
     writer, chains = opened(**store), [chain(2, seed=seed) for seed in range(1100)]

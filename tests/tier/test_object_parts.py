@@ -16,7 +16,7 @@ DONE, NOT_FOUND = Outcome.DONE, Outcome.NOT_FOUND
 
 
 @pytest.mark.parametrize("moves", [True, False])
-def test_a_large_record_goes_in_parts(
+def test_a_large_record_is_uploaded_in_parts(
     opened: OpenObjects, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, moves: bool
 ) -> None:
     """Beside its place first, and then there, where its name is found; or it stays, where a store cannot."""
@@ -40,7 +40,7 @@ def test_a_large_record_goes_in_parts(
 
 
 @pytest.mark.parametrize("made", ["all", "half", "nothing", "another's"])
-def test_a_move_that_is_late_leaves_one_pack(
+def test_a_late_move_leaves_one_pack(
     opened: OpenObjects, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, made: str
 ) -> None:
     """Wherever it stopped, and whatever was there before."""

@@ -58,7 +58,7 @@ def failed(tier: Tier, threads: Threads) -> None:
         assert ticket.outcomes == (FAILED,)
 
 
-def test_nvme(store: Open) -> None:
+def test_the_nvme_probe_stores_its_whole_batch(store: Open) -> None:
     disk, clock, threads = SimDisk(0), Clock(), Threads("nvme")
     tier = store(os_env=OsEnv(disk=disk, clock=clock, executor=threads))
     disk.fails = {"write": (1.0, errno.EIO)}
@@ -84,7 +84,7 @@ def values() -> Iterator[redis_server.RedisServer]:
 
 
 @needs_redis
-def test_redis(values: redis_server.RedisServer) -> None:
+def test_the_redis_probe_stores_its_whole_batch(values: redis_server.RedisServer) -> None:
     proxy, clock, threads = RedisProxy(values.port), Clock(), Threads("redis")
     with ExitStack() as stack:
         stack.callback(proxy.end)
@@ -108,7 +108,7 @@ def test_redis(values: redis_server.RedisServer) -> None:
 
 
 @needs_redis
-def test_redis_that_refused_only_writes(values: redis_server.RedisServer) -> None:
+def test_redis_stores_resume_after_refused_writes(values: redis_server.RedisServer) -> None:
     clock, threads = Clock(), Threads("redis")
     tier = RedisTier(RedisSettings(url=values.tcp, timeout_s=60), os_env=OsEnv(clock=clock, executor=threads))
     try:
@@ -152,7 +152,7 @@ def objects(admission: Door, os_env: OsEnv, prefix: str, **settings: Any) -> Obj
 
 
 @needs_objects
-def test_object(admission: Door) -> None:
+def test_the_object_probe_stores_its_whole_batch(admission: Door) -> None:
     clock, threads = Clock(), Threads("object")
     tier = objects(admission, OsEnv(clock=clock, executor=threads), "probe", pack_bytes=40_000)
     try:
@@ -181,7 +181,7 @@ class Counted(ThreadExecutor):
 
 
 @needs_objects
-def test_a_listing_that_is_due_does_not_take_the_probe(admission: Door) -> None:
+def test_a_background_listing_does_not_use_the_probe(admission: Door) -> None:
     """A store begins one in the background: it is the store that the breaker lets through."""
     clock, listing, came, go_on = Clock(), Counted(1, "listing"), threading.Event(), threading.Event()
 

@@ -72,7 +72,7 @@ def get(cache: Cache, tokens: Sequence[int]) -> tuple[int, np.ndarray[Any, Any]]
 
 
 @pytest.mark.parametrize("name", CODECS)
-def test_what_went_down_comes_up_after_a_restart(name: str, tmp_path: Path) -> None:
+def test_encoded_blocks_load_after_a_restart(name: str, tmp_path: Path) -> None:
     engine = Engine(noise(1))
     with open_at(tmp_path, name) as cache:
         put(cache, TOKENS, engine)
@@ -95,7 +95,7 @@ def test_what_went_down_comes_up_after_a_restart(name: str, tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("name", ["zstd", "fp8", "int8"])
-def test_a_record_says_what_it_is(name: str, tmp_path: Path) -> None:
+def test_a_record_names_its_codec(name: str, tmp_path: Path) -> None:
     with open_at(tmp_path, name) as cache:
         put(cache, TOKENS, Engine(noise(2)))
         (nvme,) = cache.lower_tiers
@@ -114,7 +114,7 @@ def test_a_record_says_what_it_is(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("first", CODECS)
 @pytest.mark.parametrize("then", CODECS)
-def test_a_directory_opened_with_another_codec(first: str, then: str, tmp_path: Path) -> None:
+def test_a_store_of_another_codec_is_still_read(first: str, then: str, tmp_path: Path) -> None:
     """What was kept exactly is read by either lossless one; what passed a loss only by those who chose that very loss,
     and what did not is not met by them: one key has one meaning."""
     engine = Engine(noise(3))
@@ -129,9 +129,7 @@ def test_a_directory_opened_with_another_codec(first: str, then: str, tmp_path: 
         assert cache.check() == []
 
 
-def test_a_record_of_a_codec_that_is_not_here_is_a_miss_and_stays(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_record_of_an_unknown_codec_is_a_miss_and_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with open_at(tmp_path, "zstd") as cache:
         put(cache, TOKENS, Engine(noise(4)))
     monkeypatch.setattr("kvcache.tier.record_codec.codecs", lambda: {"raw": Raw()})
@@ -146,7 +144,7 @@ def test_a_record_of_a_codec_that_is_not_here_is_a_miss_and_stays(
 
 
 @pytest.mark.parametrize("name", CODECS)
-def test_a_sound_record_of_what_no_encoder_makes_is_a_miss_and_goes(name: str, tmp_path: Path) -> None:
+def test_an_undecodable_record_is_a_miss_and_removed(name: str, tmp_path: Path) -> None:
     """Its checksum says that it is what was written; the codec says that it is no payload."""
     payload_bytes, engine = LAYOUT.block_bytes(), Engine(noise(5, 1))
     area = header_area(payload_bytes)
@@ -169,7 +167,7 @@ def test_a_sound_record_of_what_no_encoder_makes_is_a_miss_and_goes(name: str, t
 
 
 @pytest.mark.parametrize("name", ["zstd", "fp8", "int8"])
-def test_what_a_codec_leaves_alone_or_does_not_shrink_goes_as_it_is(name: str, tmp_path: Path) -> None:
+def test_incompressible_blocks_are_stored_raw(name: str, tmp_path: Path) -> None:
     values = noise(6)
     if name == "zstd":
         words = np.random.default_rng(6).integers(0, 1 << 32, values.shape, np.uint32)
@@ -195,9 +193,7 @@ def test_what_a_codec_leaves_alone_or_does_not_shrink_goes_as_it_is(name: str, t
     [Group(layers=1, kind="opaque", opaque_bytes=64), Group(layers=1, head_dim=8, dtype="fp8_e4m3")],
     ids=["opaque", "fp8"],
 )
-def test_a_layout_that_the_codec_cannot_serve_is_refused_when_it_is_bound(
-    name: str, group: Group, tmp_path: Path
-) -> None:
+def test_an_unsupported_layout_is_refused_at_bind(name: str, group: Group, tmp_path: Path) -> None:
     with open_at(tmp_path, name) as cache:
         with pytest.raises(kvcache.ConfigError, match=f"^nvme.codec = '{name}': group 0 .*; use raw or zstd"):
             cache.namespace(KVLayout((group,)), model="m", revision="r")
@@ -206,9 +202,7 @@ def test_a_layout_that_the_codec_cannot_serve_is_refused_when_it_is_bound(
         cache.namespace(KVLayout((group,)), model="m", revision="r")
 
 
-def test_a_codec_without_its_library_is_refused_before_anything_is_opened(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_missing_codec_library_is_refused_at_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def missing() -> Any:
         raise kvcache.ConfigError("codec = 'zstd': its library is not installed; pip install 'kvcache-tiers[zstd]'")
 
@@ -224,7 +218,7 @@ def test_the_settings_name_every_codec() -> None:
 
 
 @given(st.integers(1, 1 << 40))
-def test_sizes_that_vary_fall_into_few(used_bytes: int) -> None:
+def test_varying_sizes_round_to_few_slot_sizes(used_bytes: int) -> None:
     size = slot_bytes(used_bytes, varies=True)
     assert used_bytes <= size <= max(4 * KiB, used_bytes + used_bytes // 8 + 4 * KiB)
     assert size % (4 * KiB) == 0
@@ -232,12 +226,12 @@ def test_sizes_that_vary_fall_into_few(used_bytes: int) -> None:
     assert slot_bytes(used_bytes, varies=False) - used_bytes < 4 * KiB
 
 
-def test_there_are_eight_sizes_from_a_power_of_two_to_the_next() -> None:
+def test_each_power_of_two_has_eight_slot_sizes() -> None:
     sizes = {slot_bytes(used, varies=True) for used in range((1 << 18) + 1, (1 << 19) + 1, 64)}
     assert sizes == {(1 << 18) + i * (1 << 15) for i in range(1, 9)}
 
 
-def test_records_of_every_size_through_a_full_tier(tmp_path: Path) -> None:
+def test_records_of_every_size_pass_a_full_tier(tmp_path: Path) -> None:
     """Blocks that shrink to anything from nothing to all of their size, far more than fit, host far too small: what
     is found is right, and what is new finds room to the end."""
     rng = np.random.default_rng(7)

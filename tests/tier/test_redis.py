@@ -58,7 +58,7 @@ def key(address: Address) -> bytes:
 
 
 @pytest.mark.parametrize("vector", VECTORS, ids=lambda vector: str(vector["record"]))
-def test_vectors(vector: dict[str, Any], server: RedisServer, client: Any) -> None:
+def test_keys_and_values_equal_the_vectors(vector: dict[str, Any], server: RedisServer, client: Any) -> None:
     """What another release wrote is read, and what is written lies where the page says."""
     row = RECORDS[vector["record"]]
     body, head = generate.pattern(**row["payload"]), bytes.fromhex(row["header"])
@@ -77,7 +77,7 @@ def test_vectors(vector: dict[str, Any], server: RedisServer, client: Any) -> No
     tier.close()
 
 
-def test_a_long_record_goes_in_parts_that_all_expire(tier: RedisTier, client: Any) -> None:
+def test_a_long_record_is_stored_in_expiring_parts(tier: RedisTier, client: Any) -> None:
     (address,) = chain(1)
     segments = record(address, LONG)
     assert tier.write([address], [segments]) == (DONE,)
@@ -91,7 +91,7 @@ def test_a_long_record_goes_in_parts_that_all_expire(tier: RedisTier, client: An
     assert client.keys() == []
 
 
-def test_a_short_record_stays_unless_told_otherwise(server: RedisServer, client: Any) -> None:
+def test_a_short_record_has_no_expiry_by_default(server: RedisServer, client: Any) -> None:
     one, other = chain(2)
     tier = RedisTier(RedisSettings(url=server.unix))
     tier.write([one], [record(one)])
@@ -103,7 +103,7 @@ def test_a_short_record_stays_unless_told_otherwise(server: RedisServer, client:
     assert 0 < client.ttl(key(other)) <= 500
 
 
-def test_what_is_there_is_not_sent_again(tier: RedisTier, client: Any) -> None:
+def test_a_stored_record_is_not_sent_again(tier: RedisTier, client: Any) -> None:
     blocks = chain(8)
     tier.write(blocks, [record(address) for address in blocks])
     before = client.info("commandstats")["cmdstat_set"]["calls"]
@@ -124,7 +124,7 @@ def test_two_writers_of_one_long_record_never_mix(tier: RedisTier, client: Any) 
 # holes and damage
 
 
-def test_a_part_that_was_evicted_is_a_miss_and_frees_the_place(tier: RedisTier, client: Any) -> None:
+def test_an_evicted_part_is_a_miss_and_frees_its_key(tier: RedisTier, client: Any) -> None:
     (address,) = chain(1)
     segments = record(address, LONG)
     for number in (1, 3):
@@ -136,7 +136,7 @@ def test_a_part_that_was_evicted_is_a_miss_and_frees_the_place(tier: RedisTier, 
     assert read(tier, address, LONG) is DONE
 
 
-def test_a_hole_never_shifts_what_comes_behind(tier: RedisTier, client: Any) -> None:
+def test_a_missing_block_never_shifts_later_ones(tier: RedisTier, client: Any) -> None:
     blocks = chain(12)
     tier.write(blocks, [record(address) for address in blocks])
     client.delete(key(blocks[3]), key(blocks[7]))
@@ -146,7 +146,7 @@ def test_a_hole_never_shifts_what_comes_behind(tier: RedisTier, client: Any) -> 
     assert all(holds(into[i], blocks[i]) for i in range(12) if i not in {3, 7})
 
 
-def test_an_absent_key_answers_at_once_and_the_next_read_works(tier: RedisTier) -> None:
+def test_an_absent_key_leaves_the_connection_usable(tier: RedisTier) -> None:
     here, other = chain(1), chain(30, seed=1)
     tier.write(here, [record(here[0])])
     assert tier.read(other, [buffer() for _ in other]) == (NOT_FOUND,) * 30
@@ -155,9 +155,7 @@ def test_an_absent_key_answers_at_once_and_the_next_read_works(tier: RedisTier) 
 
 @pytest.mark.parametrize("size", [0, 1, 100, 136, 173, 4096, 12_000])
 @pytest.mark.parametrize("what", ["cut", "zeros", "letters"])
-def test_a_value_that_somebody_changed_is_a_miss_and_makes_room(
-    tier: RedisTier, client: Any, size: int, what: str
-) -> None:
+def test_a_value_changed_by_others_is_a_miss_and_removed(tier: RedisTier, client: Any, size: int, what: str) -> None:
     blocks = chain(3)
     tier.write(blocks, [record(address) for address in blocks])
     value = {"cut": client.get(key(blocks[1]))[:size], "zeros": bytes(size), "letters": b"a" * size}[what]
@@ -168,7 +166,7 @@ def test_a_value_that_somebody_changed_is_a_miss_and_makes_room(
     assert read(tier, blocks[1]) is DONE
 
 
-def test_a_value_that_became_longer(tier: RedisTier, client: Any) -> None:
+def test_a_longer_value_is_damaged(tier: RedisTier, client: Any) -> None:
     blocks = chain(2)
     tier.write(blocks, [record(address) for address in blocks])
     client.append(key(blocks[0]), b"more")
@@ -176,7 +174,7 @@ def test_a_value_that_became_longer(tier: RedisTier, client: Any) -> None:
 
 
 @pytest.mark.parametrize("at", [0, 30, 60, 100, 140, 175, 9_000])
-def test_a_bit_that_turned(tier: RedisTier, client: Any, at: int) -> None:
+def test_a_flipped_bit_is_damaged(tier: RedisTier, client: Any, at: int) -> None:
     blocks = chain(2)
     tier.write(blocks, [record(address) for address in blocks])
     client.setrange(key(blocks[0]), at, bytes([client.getrange(key(blocks[0]), at, at)[0] ^ 4]))
@@ -184,7 +182,7 @@ def test_a_bit_that_turned(tier: RedisTier, client: Any, at: int) -> None:
     assert read(tier, blocks[1]) is DONE
 
 
-def test_a_bit_that_turned_in_a_part(tier: RedisTier, client: Any) -> None:
+def test_a_flipped_bit_in_a_part_is_damaged(tier: RedisTier, client: Any) -> None:
     (address,) = chain(1)
     segments = record(address, LONG)
     tier.write([address], [segments])
@@ -193,7 +191,7 @@ def test_a_bit_that_turned_in_a_part(tier: RedisTier, client: Any) -> None:
     assert tier.contains([address]) == (NOT_FOUND,)
 
 
-def test_another_version_is_left_alone(tier: RedisTier, client: Any) -> None:
+def test_a_value_of_another_version_is_kept(tier: RedisTier, client: Any) -> None:
     (address,) = chain(1)
     tier.write([address], [record(address)])
     client.setrange(key(address), 4, b"\2\0")
@@ -204,7 +202,7 @@ def test_another_version_is_left_alone(tier: RedisTier, client: Any) -> None:
     assert client.get(key(address)) == value
 
 
-def test_a_value_of_another_type_is_left_alone(tier: RedisTier, client: Any) -> None:
+def test_a_value_of_another_type_is_kept(tier: RedisTier, client: Any) -> None:
     blocks = chain(3)
     tier.write(blocks[:1], [record(blocks[0])])
     client.lpush(key(blocks[1]), "a list")
@@ -216,7 +214,7 @@ def test_a_value_of_another_type_is_left_alone(tier: RedisTier, client: Any) -> 
     assert tier.check() == [f"redis: {key(blocks[1]).decode()} holds no record"]
 
 
-def test_check_finds_what_lies_wrong(tier: RedisTier, client: Any) -> None:
+def test_check_reports_invalid_values(tier: RedisTier, client: Any) -> None:
     one, other = chain(2)
     tier.write([one], [record(one)])
     assert tier.check() == []
@@ -229,7 +227,7 @@ def test_check_finds_what_lies_wrong(tier: RedisTier, client: Any) -> None:
 
 
 @pytest.mark.parametrize("held", [0, 1, 2, 15, 16, 17, 99, 300, 599, 600])
-def test_leading_finds_the_end_of_a_chain_in_few_questions(tier: RedisTier, client: Any, held: int) -> None:
+def test_match_prefix_finds_a_chains_end_in_few_probes(tier: RedisTier, client: Any, held: int) -> None:
     blocks = chain(600)
     tier.write(blocks[:held], [record(address, 1) for address in blocks[:held]])
     before = client.info("commandstats")["cmdstat_getrange"]["calls"] if held else 0
@@ -238,20 +236,20 @@ def test_leading_finds_the_end_of_a_chain_in_few_questions(tier: RedisTier, clie
     assert after - before <= 64 or not held
 
 
-def test_leading_stops_at_a_hole_that_it_sees(tier: RedisTier) -> None:
+def test_match_prefix_stops_at_a_missing_block(tier: RedisTier) -> None:
     blocks = chain(40)
     tier.write(blocks[1:], [record(address, 1) for address in blocks[1:]])
     assert tier.match_prefix(blocks).result(10) == 0
     assert tier.match_prefix([]).result(10) == 0
 
 
-def test_thousands_of_questions(tier: RedisTier) -> None:
+def test_contains_answers_thousands_of_keys(tier: RedisTier) -> None:
     blocks = chain(5000)
     tier.write(blocks[::7], [record(address, 1) for address in blocks[::7]])
     assert tier.contains(blocks) == tuple(DONE if i % 7 == 0 else NOT_FOUND for i in range(5000))
 
 
-def test_cycles_leave_nothing_behind(tier: RedisTier, client: Any) -> None:
+def test_write_and_remove_cycles_leave_no_keys(tier: RedisTier, client: Any) -> None:
     blocks = chain(4)
     for _ in range(50):
         tier.write(blocks, [record(address) for address in blocks])
@@ -276,13 +274,13 @@ def test_cycles_leave_nothing_behind(tier: RedisTier, client: Any) -> None:
         ({"timeout_s": 0}, "redis.timeout_s"),
     ],
 )
-def test_settings_that_make_no_sense(given: dict[str, Any], said: str) -> None:
+def test_invalid_settings_are_refused(given: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError, match=said) as caught:
         RedisTier(load(None, redis={"url": "redis://localhost", **given}).redis)
     assert "secret" not in str(caught.value)
 
 
-def test_prefixes_stand_apart(server: RedisServer, client: Any) -> None:
+def test_prefixes_share_no_keys(server: RedisServer, client: Any) -> None:
     (address,) = chain(1)
     one, other = (
         RedisTier(RedisSettings(url=server.unix, prefix="one")),
@@ -296,7 +294,7 @@ def test_prefixes_stand_apart(server: RedisServer, client: Any) -> None:
 
 
 @pytest.mark.parametrize("form", ["k0r1", "k2r1", "k1r2"])
-def test_two_releases_share_a_server(tier: RedisTier, client: Any, form: str) -> None:
+def test_records_of_another_release_are_not_touched(tier: RedisTier, client: Any, form: str) -> None:
     """What a release with another form of key or record keeps there is not found, not counted and not touched."""
     (address,) = chain(1)
     tier.write([address], [record(address)])

@@ -84,7 +84,7 @@ def write(tier: RedisTier, blocks: list[Any]) -> tuple[Outcome, ...]:
     return tier.write(blocks, [record(address) for address in blocks])
 
 
-def test_blocks_are_spread_and_found(cluster: Cluster, tier: RedisTier) -> None:
+def test_blocks_spread_over_nodes_and_are_found(cluster: Cluster, tier: RedisTier) -> None:
     blocks = chain(90)
     assert write(tier, blocks[:60]) == (DONE,) * 60
     assert [node.client.dbsize() > 5 for node in cluster.nodes] == [True] * 3
@@ -100,7 +100,7 @@ def test_blocks_are_spread_and_found(cluster: Cluster, tier: RedisTier) -> None:
     assert len(tier.breakers) == 3
 
 
-def test_the_parts_of_a_record_lie_together(cluster: Cluster, tier: RedisTier) -> None:
+def test_parts_of_a_record_share_a_slot(cluster: Cluster, tier: RedisTier) -> None:
     blocks = chain(6)
     segments = [record(address, LONG) for address in blocks]
     assert tier.write(blocks, segments) == (DONE,) * 6
@@ -114,7 +114,7 @@ def test_the_parts_of_a_record_lie_together(cluster: Cluster, tier: RedisTier) -
     assert [node.client.dbsize() for node in cluster.nodes] == [0] * 3
 
 
-def test_slots_move_while_they_are_read_and_written(cluster: Cluster, tier: RedisTier) -> None:
+def test_slots_may_move_during_reads_and_writes(cluster: Cluster, tier: RedisTier) -> None:
     """Whatever is under way, each answer is the right block or a miss, and in the end all are where they should be."""
     here, new = chain(60), chain(60, seed=1)
     write(tier, here)
@@ -152,7 +152,7 @@ def test_slots_move_while_they_are_read_and_written(cluster: Cluster, tier: Redi
     assert tier.breaker == "closed"
 
 
-def test_a_migrating_key_is_found_where_it_is(cluster: Cluster, tier: RedisTier) -> None:
+def test_a_migrating_key_is_found(cluster: Cluster, tier: RedisTier) -> None:
     """The old owner says ASK, the new one would say MOVED to a client that does not: each verb."""
     blocks = chain(30)
     write(tier, blocks)
@@ -179,7 +179,7 @@ def test_a_migrating_key_is_found_where_it_is(cluster: Cluster, tier: RedisTier)
     cluster.move(key_slot(name), target, source)
 
 
-def test_keys_that_have_moved_are_found_at_once(cluster: Cluster, tier: RedisTier) -> None:
+def test_moved_keys_are_found_at_once(cluster: Cluster, tier: RedisTier) -> None:
     """However lately the cluster was looked at: each MOVED says where."""
     blocks = chain(30)
     write(tier, blocks)
@@ -193,7 +193,7 @@ def test_keys_that_have_moved_are_found_at_once(cluster: Cluster, tier: RedisTie
     assert tier.breaker == "closed"
 
 
-def test_a_long_record_migrates_whole(cluster: Cluster, tier: RedisTier) -> None:
+def test_a_long_record_migrates_with_all_its_parts(cluster: Cluster, tier: RedisTier) -> None:
     """Its parts lie in one slot, so they migrate together: read, written and removed where they go."""
     (address,) = chain(1, seed=3)
     slot, source = key_slot(NAMES.record(address)), cluster.owner(NAMES.record(address))
@@ -214,7 +214,7 @@ def test_a_long_record_migrates_whole(cluster: Cluster, tier: RedisTier) -> None
         cluster.move(slot, target, source)
 
 
-def test_a_part_that_is_elsewhere_costs_the_record_nothing(cluster: Cluster, tier: RedisTier) -> None:
+def test_a_part_on_another_node_keeps_the_record(cluster: Cluster, tier: RedisTier) -> None:
     """The first part still here, the others migrating: a miss, and whole again when all have arrived."""
     (address,) = chain(1, seed=3)
     name = NAMES.record(address)
@@ -261,7 +261,7 @@ def test_a_storm_of_redirections_ends(alone: RedisProxy, behind: RedisTier, code
     until(lambda: read(behind, blocks) == (DONE,) * 20, "it serves again")
 
 
-def test_not_every_place_is_followed(alone: RedisProxy, behind: RedisTier) -> None:
+def test_redirections_to_foreign_addresses_are_refused(alone: RedisProxy, behind: RedisTier) -> None:
     """Each ASK names another server, or none: a few are tried, each is a miss."""
     blocks = chain(3)
     assert write(behind, blocks) == (DONE,) * 3
@@ -282,7 +282,7 @@ def lines(servers: int, began: float) -> int:
 
 
 @pytest.mark.parametrize("way", ["killed", "hung"])
-def test_a_lost_node_is_a_miss_and_the_others_serve(cluster: Cluster, way: str, caplog: Any) -> None:
+def test_a_lost_node_is_a_miss_and_others_serve(cluster: Cluster, way: str, caplog: Any) -> None:
     for node in cluster.nodes:
         node.client.flushall()
     began, tier = time.monotonic(), open_tier(cluster, timeout_s=3)
@@ -326,7 +326,7 @@ def test_a_replica_takes_over() -> None:
         cluster.end()
 
 
-def test_no_server_is_there() -> None:
+def test_an_unreachable_cluster_is_a_miss() -> None:
     tier = RedisTier(RedisSettings(url="redis://127.0.0.1:1,127.0.0.1:2/0", mode="cluster", timeout_s=0.2))
     blocks = chain(3)
     for _ in range(6):

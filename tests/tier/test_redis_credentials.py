@@ -38,7 +38,7 @@ def guarded() -> Iterator[RedisServer]:
 
 
 @pytest.mark.parametrize("way", ["file", "environment"])
-def test_a_password_is_taken_and_never_shown(
+def test_a_password_is_used_and_never_shown(
     guarded: RedisServer, way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.DEBUG)
@@ -59,7 +59,7 @@ def test_a_password_is_taken_and_never_shown(
 
 
 @pytest.mark.parametrize("password", ["", "wrong-and-secret"])
-def test_refused_to_come_in(
+def test_a_wrong_password_is_a_miss(
     guarded: RedisServer, password: str, clock: Clock, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     caplog.set_level(logging.DEBUG)
@@ -71,13 +71,13 @@ def test_refused_to_come_in(
     tier.close()
 
 
-def test_a_password_in_the_url_is_refused_and_not_shown() -> None:
+def test_a_password_in_the_url_is_refused_and_hidden() -> None:
     with pytest.raises(ValueError, match="password_file") as caught:
         RedisSettings(url=f"redis://:{SECRET}@127.0.0.1/0")
     assert SECRET not in str(caught.value)
 
 
-def test_a_password_file_that_is_not_there(guarded: RedisServer, tmp_path: Path, clock: Clock) -> None:
+def test_a_missing_password_file_is_refused(guarded: RedisServer, tmp_path: Path, clock: Clock) -> None:
     """A miss, until it is there: it is read for each connection, so a password can be changed."""
     where = tmp_path / "password"
     tier = RedisTier(RedisSettings(url=guarded.tcp, password_file=str(where)), os_env=OsEnv(clock=clock))

@@ -69,7 +69,9 @@ def until_open(tier: RedisTier, address: Any) -> set[Outcome]:
     return outcomes
 
 
-def test_hung(server: RedisServer, tier: RedisTier, clock: Clock, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_hung_server_times_out(
+    server: RedisServer, tier: RedisTier, clock: Clock, caplog: pytest.LogCaptureFixture
+) -> None:
     """Each call ends by its deadline; then none is tried; one probe brings it back."""
     blocks = chain(2)
     tier.write(blocks, [record(address) for address in blocks])
@@ -95,7 +97,7 @@ def test_hung(server: RedisServer, tier: RedisTier, clock: Clock, caplog: pytest
     assert [r.levelno for r in caplog.records] == [logging.WARNING]
 
 
-def test_a_tiny_deadline_says_nothing_of_the_server(tier: RedisTier, clock: Clock) -> None:
+def test_a_tiny_deadline_does_not_open_the_breaker(tier: RedisTier, clock: Clock) -> None:
     (address,) = chain(1)
     for _ in range(20):
         ticket = tier.submit("read", [address], [buffer()], deadline=clock.now() + 1e-9)
@@ -104,7 +106,7 @@ def test_a_tiny_deadline_says_nothing_of_the_server(tier: RedisTier, clock: Cloc
     assert tier.breaker == "closed"
 
 
-def test_closing_does_not_wait_for_a_hung_server(server: RedisServer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_close_does_not_wait_for_a_hung_server(server: RedisServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_CLOSE_S", 0.05)
     server.client.flushall()
     tier = RedisTier(RedisSettings(url=server.tcp, timeout_s=200, connections=2))
@@ -120,7 +122,7 @@ def test_closing_does_not_wait_for_a_hung_server(server: RedisServer, monkeypatc
         server.go_on()
 
 
-def test_restarted(server: RedisServer, tier: RedisTier) -> None:
+def test_a_restarted_server_fails_no_call(server: RedisServer, tier: RedisTier) -> None:
     """Old connections are found dead and replaced within the call: no call fails."""
     blocks = chain(4)
     for _ in range(3):
@@ -132,7 +134,7 @@ def test_restarted(server: RedisServer, tier: RedisTier) -> None:
     assert tier.breaker == "closed"
 
 
-def test_away_and_back(server: RedisServer, tier: RedisTier, clock: Clock) -> None:
+def test_an_unreachable_server_is_a_miss_until_it_returns(server: RedisServer, tier: RedisTier, clock: Clock) -> None:
     (address,) = chain(1)
     tier.write([address], [record(address)])
     server.stop()
@@ -148,7 +150,7 @@ def test_away_and_back(server: RedisServer, tier: RedisTier, clock: Clock) -> No
     assert tier.counters["faults_ConnectionRefusedError"] == 4
 
 
-def test_full(clock: Clock) -> None:
+def test_a_full_server_drops_writes(clock: Clock) -> None:
     """Writes find no room, are counted, stop for a while; reads go on; room lets them in again."""
     server = RedisServer("--maxmemory", "4mb", "--maxmemory-policy", "noeviction")
     tier = RedisTier(RedisSettings(url=server.tcp, connections=1), os_env=OsEnv(clock=clock))
@@ -172,7 +174,7 @@ def test_full(clock: Clock) -> None:
         server.end()
 
 
-def test_a_long_record_that_does_not_fit_leaves_nothing(clock: Clock) -> None:
+def test_a_long_record_that_does_not_fit_leaves_no_part(clock: Clock) -> None:
     server = RedisServer("--maxmemory", "4mb", "--maxmemory-policy", "noeviction")
     tier = RedisTier(RedisSettings(url=server.tcp, part_bytes=256 << 10), os_env=OsEnv(clock=clock))
     try:
@@ -184,7 +186,7 @@ def test_a_long_record_that_does_not_fit_leaves_nothing(clock: Clock) -> None:
         server.end()
 
 
-def test_the_server_evicts_as_it_likes() -> None:
+def test_server_evictions_are_misses() -> None:
     server = RedisServer("--maxmemory", "6mb", "--maxmemory-policy", "allkeys-random")
     tier = RedisTier(RedisSettings(url=server.unix, part_bytes=256 << 10))
     try:
@@ -201,7 +203,7 @@ def test_the_server_evicts_as_it_likes() -> None:
         server.end()
 
 
-def test_read_only(server: RedisServer, tier: RedisTier, clock: Clock) -> None:
+def test_a_read_only_server_is_still_read(server: RedisServer, tier: RedisTier, clock: Clock) -> None:
     here, new = chain(1), chain(5, seed=1)
     tier.write(here, [record(here[0])])
     server.client.replicaof("127.0.0.1", "1")
@@ -218,7 +220,7 @@ def test_read_only(server: RedisServer, tier: RedisTier, clock: Clock) -> None:
     assert tier.write(new, [record(a) for a in new]) == (DONE,) * 5
 
 
-def test_a_replica_that_lost_its_master(server: RedisServer, tier: RedisTier, clock: Clock) -> None:
+def test_a_replica_without_its_master_is_a_miss(server: RedisServer, tier: RedisTier, clock: Clock) -> None:
     (address,) = chain(1)
     tier.write([address], [record(address)])
     server.client.config_set("replica-serve-stale-data", "no")
@@ -244,7 +246,7 @@ def test_a_replica_that_lost_its_master(server: RedisServer, tier: RedisTier, cl
         (b"-NOPERM not allowed\r\n", "NOPERM"),
     ],
 )
-def test_a_server_that_refuses(proxy: RedisProxy, behind: RedisTier, clock: Clock, reply: bytes, code: str) -> None:
+def test_error_replies_are_misses(proxy: RedisProxy, behind: RedisTier, clock: Clock, reply: bytes, code: str) -> None:
     (address,) = chain(1)
     assert behind.write([address], [record(address)]) == (DONE,)
     proxy.answer = reply
@@ -261,7 +263,9 @@ def test_a_server_that_refuses(proxy: RedisProxy, behind: RedisTier, clock: Cloc
 @pytest.mark.parametrize(
     "reply", [b"nonsense\r\n", b"$x\r\n", b":5\r\n", b"*1\r\n$1\r\na\r\n", b"$3\r\nabcde", b"$-1\r\n$-1\r\n", b"\r\n"]
 )
-def test_a_peer_that_speaks_something_else(proxy: RedisProxy, behind: RedisTier, clock: Clock, reply: bytes) -> None:
+def test_replies_of_another_protocol_are_misses(
+    proxy: RedisProxy, behind: RedisTier, clock: Clock, reply: bytes
+) -> None:
     """Whatever it says, nothing is DONE, and a connection that is out of step is not used again."""
     (address,) = chain(1)
     behind.write([address], [record(address)])
@@ -276,7 +280,7 @@ def test_a_peer_that_speaks_something_else(proxy: RedisProxy, behind: RedisTier,
 
 
 @pytest.mark.parametrize("cut", [1, 5, 9, 100, 150, 5_000, 12_100])
-def test_hung_up_in_the_middle_of_a_reply(proxy: RedisProxy, behind: RedisTier, cut: int) -> None:
+def test_a_connection_closed_in_a_reply_is_a_miss(proxy: RedisProxy, behind: RedisTier, cut: int) -> None:
     (address,) = chain(1)
     behind.write([address], [record(address)])
     proxy.cut = cut
@@ -285,7 +289,7 @@ def test_hung_up_in_the_middle_of_a_reply(proxy: RedisProxy, behind: RedisTier, 
     assert read(behind, address) is DONE
 
 
-def test_hung_up_in_the_middle_of_a_batch(proxy: RedisProxy, behind: RedisTier) -> None:
+def test_a_connection_closed_in_a_batch_loses_only_the_rest(proxy: RedisProxy, behind: RedisTier) -> None:
     """What came before is there, what comes behind is a miss, nothing is in the wrong place."""
     blocks = chain(10)
     behind.write(blocks, [record(address) for address in blocks])
@@ -298,7 +302,7 @@ def test_hung_up_in_the_middle_of_a_batch(proxy: RedisProxy, behind: RedisTier) 
     assert all(holds(into[i], blocks[i]) for i in range(there))
 
 
-def test_hung_while_replying(proxy: RedisProxy, behind: RedisTier) -> None:
+def test_a_reply_that_stalls_times_out(proxy: RedisProxy, behind: RedisTier) -> None:
     (address,) = chain(1)
     behind.write([address], [record(address)])
     proxy.hang = True
@@ -307,7 +311,7 @@ def test_hung_while_replying(proxy: RedisProxy, behind: RedisTier) -> None:
     assert read(behind, address) is DONE
 
 
-def test_slow(proxy: RedisProxy, behind: RedisTier, clock: Clock) -> None:
+def test_a_slow_reply_times_out_by_deadline(proxy: RedisProxy, behind: RedisTier, clock: Clock) -> None:
     """What comes too late is a miss by its deadline; who has the time gets it."""
     (address,) = chain(1)
     behind.write([address], [record(address)])
@@ -321,7 +325,7 @@ def test_slow(proxy: RedisProxy, behind: RedisTier, clock: Clock) -> None:
     assert read(behind, address) is DONE
 
 
-def test_hangs_up_at_once(proxy: RedisProxy, behind: RedisTier, clock: Clock) -> None:
+def test_a_connection_closed_at_once_is_a_miss(proxy: RedisProxy, behind: RedisTier, clock: Clock) -> None:
     (address,) = chain(1)
     behind.write([address], [record(address)])
     proxy.drop = True
@@ -331,7 +335,7 @@ def test_hangs_up_at_once(proxy: RedisProxy, behind: RedisTier, clock: Clock) ->
     assert read(behind, address) is DONE
 
 
-def test_not_tls(server: RedisServer, clock: Clock) -> None:
+def test_tls_to_a_plain_server_is_a_miss(server: RedisServer, clock: Clock) -> None:
     tier = RedisTier(
         RedisSettings(url=server.tcp.replace("redis:", "rediss:"), timeout_s=0.5), os_env=OsEnv(clock=clock)
     )
@@ -339,7 +343,7 @@ def test_not_tls(server: RedisServer, clock: Clock) -> None:
     tier.close()
 
 
-def test_one_line_every_few_seconds(tier: RedisTier, server: RedisServer, clock: Clock, caplog: Any) -> None:
+def test_faults_are_logged_every_few_seconds(tier: RedisTier, server: RedisServer, clock: Clock, caplog: Any) -> None:
     server.stop()
     try:
         for _ in range(20):
@@ -351,7 +355,7 @@ def test_one_line_every_few_seconds(tier: RedisTier, server: RedisServer, clock:
         server.start()
 
 
-def test_a_defect_is_an_outcome(tier: RedisTier, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unexpected_error_is_a_failed_outcome(tier: RedisTier, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pool.ConnectionPool, "run", lambda *_: 1 / 0)
     assert read(tier, chain(1)[0]) is FAILED
     assert tier.counters["defects"] == 1

@@ -64,7 +64,7 @@ def told(tier: RedisTier, held: int) -> None:
     until(lambda: match_prefix(tier) == held, f"{held} are seen")
 
 
-def test_what_is_remembered_is_not_asked_again(server: RedisServer, tier: RedisTier) -> None:
+def test_a_remembered_lookup_is_not_repeated(server: RedisServer, tier: RedisTier) -> None:
     put(server, 0, 25)
     assert match_prefix(tier) == 25
     before = asked(server)
@@ -72,7 +72,7 @@ def test_what_is_remembered_is_not_asked_again(server: RedisServer, tier: RedisT
     assert asked(server) == before
 
 
-def test_the_end_and_the_beginning_are_told(server: RedisServer, tier: RedisTier) -> None:
+def test_invalidations_cover_removed_and_added_keys(server: RedisServer, tier: RedisTier) -> None:
     put(server, 0, 10)
     told(tier, 10)
     put(server, 10, 11)
@@ -85,7 +85,7 @@ def test_the_end_and_the_beginning_are_told(server: RedisServer, tier: RedisTier
     told(tier, 0)
 
 
-def test_an_expired_key_is_told(server: RedisServer, tier: RedisTier) -> None:
+def test_an_expired_key_is_invalidated(server: RedisServer, tier: RedisTier) -> None:
     put(server, 0, 3)
     told(tier, 3)
     server.client.pexpire(NAMES[2], 1)
@@ -102,7 +102,7 @@ def test_another_connection_remembers_nothing(server: RedisServer, tier: RedisTi
     told(tier, 0)
 
 
-def test_without_tracking_it_is_remembered_for_a_moment(server: RedisServer, clock: Clock) -> None:
+def test_without_tracking_lookups_are_remembered_briefly(server: RedisServer, clock: Clock) -> None:
     server.client.flushall()
     server.client.execute_command("ACL", "SETUSER", "plain", "on", "nopass", "~*", "+@all", "-client")
     tier = RedisTier(RedisSettings(url=server.tcp, username="plain"), os_env=OsEnv(clock=clock))
@@ -119,7 +119,7 @@ def test_without_tracking_it_is_remembered_for_a_moment(server: RedisServer, clo
         server.client.execute_command("ACL", "DELUSER", "plain")
 
 
-def test_it_is_bounded(server: RedisServer, tier: RedisTier, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_remembered_lookups_are_bounded(server: RedisServer, tier: RedisTier, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lookup.HeadCache.__init__, "__defaults__", (8,))
     put(server, 0, 40)
     assert [match_prefix(tier) for _ in range(3)] == [40] * 3
@@ -127,9 +127,7 @@ def test_it_is_bounded(server: RedisServer, tier: RedisTier, monkeypatch: pytest
 
 
 @given(steps=st.lists(st.tuples(st.sampled_from(["put", "delete", "ask"]), st.integers(0, 40), st.integers(0, 40))))
-def test_whatever_changes_the_answer_is_that_of_the_server(
-    server: RedisServer, steps: list[tuple[str, int, int]]
-) -> None:
+def test_lookups_always_equal_the_servers_answer(server: RedisServer, steps: list[tuple[str, int, int]]) -> None:
     """Against a plain set: as long as there is no hole, the end is exact; what is remembered never shows."""
     server.client.flushall()
     tier: Any = TIERS.setdefault(server.port, RedisTier(RedisSettings(url=server.unix)))

@@ -58,7 +58,7 @@ def calls(server: RedisServer) -> int:
     return int(server.client.info("stats")["total_commands_processed"])
 
 
-def test_17_a_get_of_an_absent_key_answers_and_later_ones_work(tier: RedisTier) -> None:
+def test_17_an_absent_key_leaves_the_connection_usable(tier: RedisTier) -> None:
     blocks, absent = chain(8), chain(8, seed=1)
     write(tier, blocks)
     for _ in range(20):  # more than there are connections and threads
@@ -67,7 +67,7 @@ def test_17_a_get_of_an_absent_key_answers_and_later_ones_work(tier: RedisTier) 
 
 
 @pytest.mark.parametrize("size", [1, 4096, 8191, 8193, 100_000])
-def test_18_a_value_of_another_size_is_never_stale_memory(tier: RedisTier, server: RedisServer, size: int) -> None:
+def test_18_a_value_of_another_size_is_a_miss(tier: RedisTier, server: RedisServer, size: int) -> None:
     """Memory that held another block before must not come back as this one."""
     one, other = chain(1), chain(1, seed=1)
     write(tier, one)
@@ -78,7 +78,7 @@ def test_18_a_value_of_another_size_is_never_stale_memory(tier: RedisTier, serve
     assert outcome is not DONE
 
 
-def test_18_a_record_of_other_sizes_under_its_own_name(tier: RedisTier) -> None:
+def test_18_a_record_of_other_sizes_is_a_miss(tier: RedisTier) -> None:
     (address,) = chain(1)
     tier.write([address], [record(address, 8192)])
     assert tier.read([address], [buffer(2048)]) == (Outcome.FAILED,)
@@ -87,7 +87,7 @@ def test_18_a_record_of_other_sizes_under_its_own_name(tier: RedisTier) -> None:
     assert read_header(into[0]).decoded_bytes == 8192, "which the hierarchy compares with what its pages hold"
 
 
-def test_19_a_restart_of_the_server_costs_no_call(tier: RedisTier, server: RedisServer) -> None:
+def test_19_a_server_restart_fails_no_call(tier: RedisTier, server: RedisServer) -> None:
     for seed in range(3):
         server.stop()
         server.start()
@@ -97,7 +97,7 @@ def test_19_a_restart_of_the_server_costs_no_call(tier: RedisTier, server: Redis
 
 
 @pytest.mark.parametrize("state", ["well", "hung", "gone"])
-def test_21_closing_ends(server: RedisServer, state: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_21_close_returns_in_any_state(server: RedisServer, state: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_CLOSE_S", 0.05)
     proxy = RedisProxy(server.port)
     tier = RedisTier(RedisSettings(url=proxy.url, timeout_s=300))
@@ -115,7 +115,7 @@ def test_21_closing_ends(server: RedisServer, state: str, monkeypatch: pytest.Mo
     proxy.end()
 
 
-def test_22_one_question_for_512_keys_is_one_round_trip(tier: RedisTier, server: RedisServer) -> None:
+def test_22_a_lookup_of_512_keys_is_one_round_trip(tier: RedisTier, server: RedisServer) -> None:
     """Counted in what is sent, since time on a busy machine says little: one piece of work, one write to the socket."""
     blocks = chain(512)
     write(tier, blocks)
@@ -135,7 +135,7 @@ def test_22_one_question_for_512_keys_is_one_round_trip(tier: RedisTier, server:
         assert calls(server) - before < 60
 
 
-def test_22_a_stalled_server_is_a_miss_within_the_time_and_trips_the_breaker(server: RedisServer) -> None:
+def test_22_a_stalled_server_times_out_and_opens_the_breaker(server: RedisServer) -> None:
     tier = RedisTier(RedisSettings(url=server.tcp, timeout_s=0.1))
     blocks = chain(2)
     write(tier, blocks)
@@ -149,7 +149,7 @@ def test_22_a_stalled_server_is_a_miss_within_the_time_and_trips_the_breaker(ser
         tier.close()
 
 
-def test_24_ten_thousand_cycles_leave_nothing(server: RedisServer, request: pytest.FixtureRequest) -> None:
+def test_24_ten_thousand_cycles_leave_no_keys(server: RedisServer, request: pytest.FixtureRequest) -> None:
     """Host slots, references, keys, connections: all as before. A tenth of them unless `--long`."""
     cycles = 10_000 if request.config.getoption("--long") else 1_000
     server.client.flushall()
@@ -169,7 +169,7 @@ def test_24_ten_thousand_cycles_leave_nothing(server: RedisServer, request: pyte
     until(lambda: server.client.info("clients")["connected_clients"] <= 2, "the server has seen that they hung up")
 
 
-def test_25_another_process_with_another_hash_seed_finds_it(tier: RedisTier, server: RedisServer) -> None:
+def test_25_another_process_and_hash_seed_hits(tier: RedisTier, server: RedisServer) -> None:
     program = """
 import sys, kvcache
 from tests.contract.test_cache import FULL, Engine, bind, store
@@ -191,7 +191,7 @@ with kvcache.open(host__capacity_bytes="8MiB", nvme__enabled=False, control__ena
     assert said == ["0", "10"]
 
 
-def test_26_a_server_that_is_full_evicts_and_goes_on(tier: RedisTier, server: RedisServer) -> None:
+def test_26_a_full_server_evicts_and_accepts_writes(tier: RedisTier, server: RedisServer) -> None:
     server.client.config_set("maxmemory", 6 << 20)
     blocks = chain(400)
     for first in range(0, 400, 50):
@@ -217,7 +217,7 @@ def test_26b_one_failed_write_is_counted_and_is_a_miss(server: RedisServer) -> N
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_27_gets_that_fail_here_and_there_shorten_the_prefix(server: RedisServer, seed: int) -> None:
+def test_27_failed_reads_shorten_the_prefix(server: RedisServer, seed: int) -> None:
     """A tenth of the records is gone for one of two ranks: each loads a prefix without a hole, and ends."""
     server.client.flushall()
     settings = {"host": {"capacity_bytes": 8 << 20}, "nvme": {"enabled": False}, "control": {"enabled": False}}
@@ -243,7 +243,7 @@ def test_27_gets_that_fail_here_and_there_shorten_the_prefix(server: RedisServer
             assert [engine.block(page) for page in range(min(gone))] == expected[: min(gone)]
 
 
-def test_a_hole_never_shifts_later_blocks_into_earlier_places(tier: RedisTier, server: RedisServer) -> None:
+def test_a_missing_block_never_shifts_later_ones(tier: RedisTier, server: RedisServer) -> None:
     blocks = chain(20)
     write(tier, blocks)
     server.client.delete(*[KEY(blocks[i]) for i in (0, 5, 6, 19)])

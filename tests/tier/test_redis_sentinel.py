@@ -47,7 +47,7 @@ def open_tier(sentinels: Sentinels, **settings: Any) -> RedisTier:
     )
 
 
-def test_some_sentinels_are_gone(sentinels: Sentinels) -> None:
+def test_unreachable_sentinels_are_skipped(sentinels: Sentinels) -> None:
     url = f"redis://127.0.0.1:1,127.0.0.1:2,127.0.0.1:{sentinels.ports[0]}/0"
     tier = RedisTier(RedisSettings(url=url, mode="sentinel", master=Sentinels.NAME, timeout_s=20))
     assert write(tier, chain(3)) == (DONE,) * 3
@@ -55,7 +55,7 @@ def test_some_sentinels_are_gone(sentinels: Sentinels) -> None:
     tier.close()
 
 
-def test_a_master_that_no_sentinel_knows(sentinels: Sentinels) -> None:
+def test_a_master_unknown_to_the_sentinels_is_a_miss(sentinels: Sentinels) -> None:
     tier = RedisTier(RedisSettings(url=sentinels.url, mode="sentinel", master="another", timeout_s=20))
     for _ in range(4):
         assert set(read(tier, chain(2))) <= MISS
@@ -64,7 +64,7 @@ def test_a_master_that_no_sentinel_knows(sentinels: Sentinels) -> None:
     tier.close()
 
 
-def test_writers_of_many_threads_through_a_failover(others: Sentinels) -> None:
+def test_concurrent_writers_survive_a_failover(others: Sentinels) -> None:
     """Nothing raises, nothing hangs, no block is another."""
     tier = open_tier(others)
     stop = threading.Event()
@@ -94,7 +94,7 @@ def test_writers_of_many_threads_through_a_failover(others: Sentinels) -> None:
     assert faults == []
 
 
-def test_passwords_of_the_sentinels_and_of_their_servers(tmp_path: Path) -> None:
+def test_sentinels_and_servers_have_separate_passwords(tmp_path: Path) -> None:
     """Each is entered with its own; a wrong one is a miss, and a file that is mended is read again."""
     ours, theirs = tmp_path / "server", tmp_path / "sentinel"
     guarded = Sentinels(password="of the sentinels", master_password="of the servers")
@@ -140,10 +140,10 @@ def failover(sentinels: Sentinels, way: str, caplog: Any) -> None:
         tier.close()
 
 
-def test_the_master_is_killed(sentinels: Sentinels, caplog: Any) -> None:
+def test_hits_resume_after_the_master_is_killed(sentinels: Sentinels, caplog: Any) -> None:
     failover(sentinels, "killed", caplog)
 
 
 @pytest.mark.parametrize("way", ["hung", "told"])
-def test_the_master_is_replaced(others: Sentinels, way: str, caplog: Any) -> None:
+def test_a_replaced_master_is_followed(others: Sentinels, way: str, caplog: Any) -> None:
     failover(others, way, caplog)

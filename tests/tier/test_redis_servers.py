@@ -30,7 +30,7 @@ def server(request: pytest.FixtureRequest) -> Iterator[RedisServer]:
 
 
 @pytest.mark.parametrize("way", ["tcp", "unix"])
-def test_everything(server: RedisServer, way: str) -> None:
+def test_every_operation_works_on_each_server(server: RedisServer, way: str) -> None:
     server.client.flushall()
     tier = RedisTier(RedisSettings(url=getattr(server, way), part_bytes=256 << 10))
     blocks = chain(40)
@@ -57,7 +57,7 @@ def test_everything(server: RedisServer, way: str) -> None:
     tier.close()
 
 
-def test_the_server_tells_what_changed(server: RedisServer) -> None:
+def test_each_server_sends_invalidations(server: RedisServer) -> None:
     """Client tracking, which all of them have: a hole that is filled is seen at once, though it was remembered."""
     server.client.flushall()
     asking, writing = RedisTier(RedisSettings(url=server.unix)), RedisTier(RedisSettings(url=server.tcp))

@@ -48,7 +48,7 @@ def signing(server: RedisServer, tmp_path: Path) -> Iterator[Any]:
 ONE, TWO = b"1" * 32, b"2" * 40
 
 
-def test_what_is_signed_is_read(signing: Any, server: RedisServer) -> None:
+def test_a_signed_record_is_read(signing: Any, server: RedisServer) -> None:
     tier, blocks = signing(ONE), chain(5)
     assert write(tier, blocks) == (DONE,) * 5
     assert read(tier, blocks) == (DONE,) * 5
@@ -65,7 +65,7 @@ def test_what_is_signed_is_read(signing: Any, server: RedisServer) -> None:
 
 
 @pytest.mark.parametrize("forger", [(), (TWO,)], ids=["unsigned", "another key"])
-def test_a_forged_record_is_refused_and_makes_room(signing: Any, forger: tuple[bytes, ...]) -> None:
+def test_a_forged_record_is_refused_and_removed(signing: Any, forger: tuple[bytes, ...]) -> None:
     blocks = chain(4)
     write(signing(*forger), blocks)
     tier = signing(ONE)
@@ -75,7 +75,7 @@ def test_a_forged_record_is_refused_and_makes_room(signing: Any, forger: tuple[b
     assert read(tier, blocks) == (DONE,) * 4
 
 
-def test_a_part_that_was_exchanged_is_refused(signing: Any, server: RedisServer) -> None:
+def test_an_exchanged_part_is_refused(signing: Any, server: RedisServer) -> None:
     """The header of one, the parts of another, each whole and sound by itself."""
     tier, (address,) = signing(ONE), chain(1)
     segments = record(address, LONG)

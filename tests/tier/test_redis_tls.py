@@ -63,7 +63,7 @@ def no_password(monkeypatch: pytest.MonkeyPatch, encrypted: Encrypted) -> None:
     encrypted.server.client.flushall()
 
 
-def test_blocks_go_and_come_encrypted(encrypted: Encrypted) -> None:
+def test_blocks_are_sent_over_tls(encrypted: Encrypted) -> None:
     tier = encrypted.open()
     blocks = chain(30)
     assert write(tier, blocks) == (DONE,) * 30
@@ -78,7 +78,7 @@ def test_blocks_go_and_come_encrypted(encrypted: Encrypted) -> None:
     tier.close()
 
 
-def test_a_certificate_of_our_own(encrypted: Encrypted) -> None:
+def test_a_client_certificate_is_accepted(encrypted: Encrypted) -> None:
     encrypted.server.client.config_set("tls-auth-clients", "yes")
     try:
         tier = encrypted.open()
@@ -93,7 +93,7 @@ def test_a_certificate_of_our_own(encrypted: Encrypted) -> None:
 
 
 @pytest.mark.parametrize("wrong", ["authority", "host", "plain"])
-def test_who_is_not_trusted_gets_nothing(encrypted: Encrypted, wrong: str, caplog: Any) -> None:
+def test_an_untrusted_peer_is_a_miss(encrypted: Encrypted, wrong: str, caplog: Any) -> None:
     url, ca, clock = encrypted.url, encrypted.ca, Clock()
     if wrong == "authority":
         ca = encrypted.other_ca
@@ -109,14 +109,12 @@ def test_who_is_not_trusted_gets_nothing(encrypted: Encrypted, wrong: str, caplo
     tier.close()
 
 
-def test_files_of_tls_want_tls() -> None:
+def test_tls_files_without_tls_are_refused() -> None:
     with pytest.raises(ConfigError, match="rediss"):
         RedisTier(RedisSettings(url="redis://localhost", tls_ca_file="/somewhere"))
 
 
-def test_a_user_with_the_rights_that_the_page_names(
-    encrypted: Encrypted, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_the_documented_acl_is_enough(encrypted: Encrypted, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """`docs/spec/redis.md` says which commands are needed: a user who has no others can do everything."""
     caplog.set_level(logging.DEBUG)
     (tmp_path / "password").write_text("not to be seen")

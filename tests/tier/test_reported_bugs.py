@@ -81,7 +81,7 @@ def load(cache: Cache, tokens: list[int], *, deadline_s: float = 30.0) -> int:
 # rows 1, 2
 
 
-def test_an_index_that_outlives_its_process(store: Open) -> None:
+def test_the_index_survives_its_process(store: Open) -> None:
     """562, 1175, 1788, 2273: nothing was found after a restart, and old files were counted no more."""
     tier = store()
     blocks = chain(3)
@@ -94,7 +94,7 @@ def test_an_index_that_outlives_its_process(store: Open) -> None:
     assert [read(tier, address) for address in blocks] == [DONE] * 3
 
 
-def test_what_is_there_at_the_start_counts_against_the_capacity(store: Open, tmp_path: Path) -> None:
+def test_restored_records_count_against_the_capacity(store: Open, tmp_path: Path) -> None:
     """4564, 4725: 14 TB used under a cap of 4 TB, since use began at 0."""
     tier = store(capacity_bytes=4 * MIB)
     write(tier, chain(120))
@@ -110,7 +110,7 @@ def test_what_is_there_at_the_start_counts_against_the_capacity(store: Open, tmp
 
 
 @pytest.mark.parametrize("left", [0, 1, 512, 4095, 4096, 4097, 8192, RECORD_BYTES - 1])
-def test_a_file_cut_to_any_length_is_a_miss(store: Open, tmp_path: Path, left: int) -> None:
+def test_a_truncated_file_is_a_miss(store: Open, tmp_path: Path, left: int) -> None:
     """3292: what lay in the pool behind a short read was served as a hit."""
     tier = store(durability="none")
     (address,) = chain(1)
@@ -125,7 +125,7 @@ def test_a_file_cut_to_any_length_is_a_miss(store: Open, tmp_path: Path, left: i
     assert tier.usage().used_bytes == 0
 
 
-def test_a_flipped_bit_anywhere_is_a_miss_and_its_slot_is_not_used_again(store: Open, tmp_path: Path) -> None:
+def test_a_flipped_bit_is_a_miss_and_quarantines_its_slot(store: Open, tmp_path: Path) -> None:
     """No checksum in any of the disk tiers (4991: gibberish at temperature 0)."""
     tier = store(capacity_bytes=16 * MIB)
     blocks = chain(200)
@@ -149,7 +149,7 @@ def test_a_flipped_bit_anywhere_is_a_miss_and_its_slot_is_not_used_again(store: 
     tier.remove(blocks)  # what is foreign was left alone
 
 
-def test_a_deleted_file_is_a_miss_and_counted_no_more(store: Open, tmp_path: Path) -> None:
+def test_a_deleted_file_is_a_miss_and_not_counted(store: Open, tmp_path: Path) -> None:
     """1313, 2420: a missing file killed the engine's core, its bytes stayed charged, its buffer was lost."""
     tier = store()
     blocks = chain(5)
@@ -166,7 +166,7 @@ def test_a_deleted_file_is_a_miss_and_counted_no_more(store: Open, tmp_path: Pat
 # row 5
 
 
-def test_returning_sessions_never_see_anothers_content(tmp_path: Path, request: pytest.FixtureRequest) -> None:
+def test_sessions_never_get_blocks_of_another(tmp_path: Path, request: pytest.FixtureRequest) -> None:
     """4385: eight writers of long prompts over a pool far smaller than what they work with; each block is compared."""
     turns = 60 if request.config.getoption("--long") else 8
     cache = open_cache(tmp_path / "nvme", host_bytes=MIB, nvme_bytes=3 * MIB)
@@ -200,7 +200,7 @@ def test_returning_sessions_never_see_anothers_content(tmp_path: Path, request: 
 # rows 7, 8, 10
 
 
-def test_after_enospc_what_failed_can_be_put_again(store: Open) -> None:
+def test_a_write_failed_by_enospc_can_be_repeated(store: Open) -> None:
     """4664, 4659: the key stayed `in progress` for ever, memory leaked, part of a file stood under its final name."""
     disk, clock = SimDisk(0, capacity_bytes=2 * MIB), Clock()
     tier = store(capacity_bytes=64 * MIB, os_env=OsEnv(disk=disk, clock=clock, executor=inline))
@@ -221,7 +221,7 @@ def test_after_enospc_what_failed_can_be_put_again(store: Open) -> None:
     assert [read(tier, address) for address in blocks] == [DONE] * len(blocks)
 
 
-def test_nothing_torn_stands_under_a_name(store: Open) -> None:
+def test_a_torn_write_is_never_visible(store: Open) -> None:
     """Writes to the final name, no fsync, short writes unchecked. The power goes at any time, once in each run; with
     `batch` what a sync covered is there, and of the rest what can be found is whole. (Kills: `tests/fault`.)"""
     for seed in range(30):
@@ -243,7 +243,7 @@ def test_nothing_torn_stands_under_a_name(store: Open) -> None:
         tier.close()
 
 
-def test_what_was_rejected_is_accepted_once_there_is_room(store: Open) -> None:
+def test_a_rejected_block_is_accepted_once_space_is_free(store: Open) -> None:
     """4659: a rejected put stayed in progress."""
     tier = store(capacity_bytes=MIB)
     blocks = chain(tier.room(RECORD_BYTES) + 1)
@@ -256,7 +256,7 @@ def test_what_was_rejected_is_accepted_once_there_is_room(store: Open) -> None:
 # rows 11, 12
 
 
-def test_a_load_with_too_little_room_brings_only_what_was_read(tmp_path: Path) -> None:
+def test_a_load_with_little_host_memory_is_partial(tmp_path: Path) -> None:
     """3022, 3006: buffers that were never read were served as hits, and a lock stayed taken."""
     cache = open_cache(tmp_path / "nvme")
     tokens = list(range(120))
@@ -270,7 +270,7 @@ def test_a_load_with_too_little_room_brings_only_what_was_read(tmp_path: Path) -
     assert cache.close()
 
 
-def test_a_load_without_any_room_is_a_miss_in_time(tmp_path: Path) -> None:
+def test_a_load_without_host_memory_is_a_miss_in_time(tmp_path: Path) -> None:
     """2942, 559: it span for ever while every staging buffer was pinned."""
     cache = open_cache(tmp_path / "nvme")
     tokens = list(range(40))
@@ -292,7 +292,7 @@ def test_a_load_without_any_room_is_a_miss_in_time(tmp_path: Path) -> None:
 # row 13
 
 
-def test_models_whose_names_differ_in_a_slash_are_two(tmp_path: Path) -> None:
+def test_model_names_that_differ_in_a_slash_are_distinct(tmp_path: Path) -> None:
     """`/` became `-` in file names, so that `org/model` and `org-model` shared files. Names stand in no file name."""
     cache = open_cache(tmp_path / "nvme")
     ids = {cache.namespace(LAYOUT, model=name, revision="r").id for name in ("org/model", "org-model", "org-SEP-model")}
@@ -306,7 +306,7 @@ def test_models_whose_names_differ_in_a_slash_are_two(tmp_path: Path) -> None:
 # rows 14, 15
 
 
-def test_a_put_into_a_full_tier_does_not_get_slower_with_its_entries(store: Open) -> None:
+def test_put_cost_does_not_grow_with_the_tiers_size(store: Open) -> None:
     """418: each put summed all entries under a lock: 50 ms at 100,000 entries, 656 ms at a million."""
     cost = []
     for capacity in (2 * MIB, 24 * MIB):
@@ -330,7 +330,7 @@ def test_a_put_into_a_full_tier_does_not_get_slower_with_its_entries(store: Open
     assert cost[1] < 1.5 * cost[0]
 
 
-def test_the_disk_never_holds_more_than_the_limit(store: Open, tmp_path: Path) -> None:
+def test_disk_usage_never_exceeds_the_limit(store: Open, tmp_path: Path) -> None:
     """1454: more was used than was configured. Measured as `du` does, after each of many puts and restarts."""
     for _ in range(3):
         tier = store(capacity_bytes=2 * MIB)

@@ -32,7 +32,7 @@ def forget(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @over(METHODS)
-def test_a_face_that_breaks_its_promises(method: str, fault: str) -> None:
+def test_a_faulty_cache_is_a_miss_in_time(method: str, fault: str) -> None:
     injector, keys, host = FaultInjector(), chain(8), pool(1)
     cache = injector.wrap(NaiveCache())
     assert all(pool_store(cache, host).store(keys, range(8)))
@@ -55,7 +55,7 @@ def test_a_face_that_breaks_its_promises(method: str, fault: str) -> None:
 
 
 @over(("request", "match", "admit", "close"))
-def test_promises_over_such_a_face(method: str, fault: str, tmp_path: Path) -> None:
+def test_lookup_leases_over_a_faulty_cache_are_misses(method: str, fault: str, tmp_path: Path) -> None:
     """On the scheduler's thread: the linker turns an error into a miss; nothing is held for ever, and afterwards
     promises are kept again."""
     injector, keys = FaultInjector(), chain(8)
@@ -91,7 +91,7 @@ def _or_nothing(work: Any) -> Any:
         return None
 
 
-def test_a_fault_is_said_once_a_kind(caplog: pytest.LogCaptureFixture) -> None:
+def test_each_kind_of_fault_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     injector = FaultInjector()
     store = pool_store(injector.wrap(NaiveCache()), pool())
     injector.method = "match"
@@ -106,7 +106,7 @@ def test_a_fault_is_said_once_a_kind(caplog: pytest.LogCaptureFixture) -> None:
     ]
 
 
-def test_a_call_over_several_pools_is_over_when_its_time_is(tmp_path: Path) -> None:
+def test_a_call_over_several_pools_keeps_one_deadline(tmp_path: Path) -> None:
     with opened(tmp_path) as cache:
         store, keys = pool_store(cache, pool(1)), chain(4)
         over = time.monotonic() - 1
@@ -118,7 +118,7 @@ def test_a_call_over_several_pools_is_over_when_its_time_is(tmp_path: Path) -> N
         assert store.load(keys, range(4), until=time.monotonic() + 60) == [True] * 4
 
 
-def test_a_tier_that_takes_no_reads_is_a_miss_and_then_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_tier_that_refuses_reads_is_a_miss_and_recovers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Though a tier raises for misuse only: blocks that never arrived could not be asked for again, nor the cache be
     closed."""
     host, other, keys = pool(1), pool(), chain(20)

@@ -14,7 +14,7 @@ from kvcache.errors import ConfigError, ModelError
 from tests.engine import tiny_model
 
 
-def test_ours_and_settings_are_told_apart() -> None:
+def test_options_and_settings_are_separated() -> None:
     options = Options.read({"kvcache": {"revision": "r", "deadline_s": 1, "host": {"capacity_bytes": "1GiB"}}, "x": 1})
     assert (options.revision, options.deadline_s, options.settings) == ("r", 1, {"host": {"capacity_bytes": "1GiB"}})
     assert Options.read(None) == Options.read({"kvcache": {}}) == Options()
@@ -32,12 +32,12 @@ def test_ours_and_settings_are_told_apart() -> None:
         {"tenant": 3},
     ],
 )
-def test_what_makes_no_sense_is_refused(given: Any) -> None:
+def test_invalid_options_are_refused(given: Any) -> None:
     with pytest.raises(ConfigError, match="kvcache"):
         Options.read({"kvcache": given or "text"})
 
 
-def test_a_setting_that_is_none_is_refused_at_start() -> None:
+def test_an_unknown_setting_is_refused_at_start() -> None:
     with pytest.raises(ConfigError, match="hots"):
         open_cache(Options.read({"kvcache": {"hots": {"capacity_bytes": 1}}}))
 
@@ -52,7 +52,7 @@ def test_a_directory_that_is_closing_can_be_opened_again(tmp_path: Path) -> None
         close_cache(open_cache(options))
 
 
-def test_weights_are_named_by_the_server_or_by_hand(tmp_path: Path) -> None:
+def test_the_revision_comes_from_the_server_or_the_options(tmp_path: Path) -> None:
     places = [tiny_model.make(tmp_path / str(seed), seed=seed) for seed in range(2)]
     told = [identify_model(SimpleNamespace(model_path=place), "served", Options()) for place in places]
     assert told[0].revision != told[1].revision, "the same served name, other weights"
@@ -67,12 +67,12 @@ def test_weights_are_named_by_the_server_or_by_hand(tmp_path: Path) -> None:
     assert (by_hand.model, by_hand.revision) == ("nowhere/nothing", "of today")
 
 
-def test_each_pool_is_apart() -> None:
+def test_each_pool_has_its_own_facts() -> None:
     identity = identify_model(None, "m", Options(revision="r"))
     assert identity.facts_of("kv", "") != identity.facts_of("swa", "") != identity.facts_of("swa", "v2")
 
 
-def test_a_server_of_several_processes_has_a_name() -> None:
+def test_a_server_of_several_processes_has_an_engine_name() -> None:
     served = SimpleNamespace(host="127.0.0.1", port=30000, dp_size=1)
     options = Options(settings={"host": {"capacity_bytes": 1}})
     assert engine_name(served, Ranks(), options) is None

@@ -42,7 +42,7 @@ def raw(tensor: torch.Tensor) -> bytes:
 
 @pytest.mark.parametrize("copier", COPIERS, ids=["native", "plain"])
 @pytest.mark.parametrize("layout", MHA_ORDERS)
-def test_a_page_of_an_mha_pool(layout: str, copier: Any) -> None:
+def test_an_mha_page_round_trips(layout: str, copier: Any) -> None:
     pool = MHATokenToKVPoolHost(layout)
     pool.fill(1)
     own, shared = describe_pool(pool, Ranks()), describe_pool(pool, Ranks(), canonical=True)
@@ -56,7 +56,7 @@ def test_a_page_of_an_mha_pool(layout: str, copier: Any) -> None:
 
 
 @pytest.mark.parametrize("layout", MLA_ORDERS)
-def test_a_page_of_an_mla_pool(layout: str) -> None:
+def test_an_mla_page_round_trips(layout: str) -> None:
     pool = MLATokenToKVPoolHost(layout)
     pool.fill(2)
     own, shared = describe_pool(pool, Ranks(1, 2)), describe_pool(pool, Ranks(), canonical=True)
@@ -69,19 +69,19 @@ def test_a_page_of_an_mla_pool(layout: str) -> None:
 @pytest.mark.parametrize(
     "dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn, torch.float8_e5m2]
 )
-def test_types(dtype: Any) -> None:
+def test_each_dtype_round_trips(dtype: Any) -> None:
     pool = MHATokenToKVPoolHost("page_first", dtype=dtype)
     pool.fill(3)
     assert gather(describe_pool(pool, Ranks()), 4) == raw(pool.flat(4))
 
 
-def test_all_layouts_agree_in_the_order_that_engines_share() -> None:
+def test_all_pool_layouts_share_one_payload_order() -> None:
     layouts = {name: describe_pool(MHATokenToKVPoolHost(name), Ranks(), canonical=True).layout for name in MHA_ORDERS}
     assert len(set(layouts.values())) == 1
     assert len({describe_pool(MHATokenToKVPoolHost(name), Ranks()).layout for name in MHA_ORDERS}) == 3
 
 
-def test_a_rank_holds_its_heads_and_layers_of_one_layout() -> None:
+def test_a_rank_is_a_shard_of_one_layout() -> None:
     pool = MHATokenToKVPoolHost("page_first_direct")
     told = [describe_pool(pool, Ranks(tp, 2, pp, 2)) for tp in range(2) for pp in range(2)]
     assert len({each.layout for each in told}) == 1
@@ -95,7 +95,7 @@ def test_a_rank_holds_its_heads_and_layers_of_one_layout() -> None:
     assert (group.layers, group.kv_heads) == (6, 4)
 
 
-def test_a_pool_of_another_kind_is_told_by_its_pieces() -> None:
+def test_an_unknown_pool_is_described_by_its_pieces() -> None:
     pool, other = StatePoolHost(), StatePoolHost()
     pool.fill(4)
     described = describe_pool(pool, Ranks(1, 2))
@@ -109,7 +109,7 @@ def test_a_pool_of_another_kind_is_told_by_its_pieces() -> None:
         describe_pool(pool, Ranks(), canonical=True)
 
 
-def test_a_pool_that_cannot_be_told_is_refused() -> None:
+def test_a_pool_without_description_is_refused() -> None:
     class Uneven(StatePoolHost):
         def get_page_buffer_meta(self, indices: torch.Tensor) -> tuple[list[int], list[int]]:
             addresses, sizes = super().get_page_buffer_meta(indices)
@@ -124,14 +124,14 @@ def test_a_pool_that_cannot_be_told_is_refused() -> None:
             describe_pool(pool, Ranks())
 
 
-def test_a_pool_that_only_counts() -> None:
+def test_a_logical_pool_has_no_payload() -> None:
     assert is_logical(LogicalPoolHost())
     assert not is_logical(MHATokenToKVPoolHost("page_first"))
     assert not is_logical(StatePoolHost())
 
 
 @pytest.mark.parametrize("make", [MHATokenToKVPoolHost, MLATokenToKVPoolHost])
-def test_flat_pages_are_payloads_as_they_are(make: Any) -> None:
+def test_flat_pages_are_stored_unchanged(make: Any) -> None:
     pool = make("page_first")
     pool.fill(5)
     described = describe_pool(pool, Ranks())

@@ -39,7 +39,7 @@ def kept(place: Path, count: int, drive: FaultyDisk | None = None) -> Any:
     return opened(place, drive)
 
 
-def test_what_lies_in_memory_is_promised_at_once(tmp_path: Path) -> None:
+def test_blocks_in_host_memory_are_leased_at_once(tmp_path: Path) -> None:
     with opened(tmp_path) as cache:
         store = pool_store(cache, pool(1))
         keys = chain(9)
@@ -59,7 +59,7 @@ def test_what_lies_in_memory_is_promised_at_once(tmp_path: Path) -> None:
         assert cache.stats()["tiers"]["host"]["held_bytes"] == 0
 
 
-def test_a_hung_drive_is_not_waited_for_and_never_promised(tmp_path: Path) -> None:
+def test_blocks_on_a_hung_drive_are_never_leased(tmp_path: Path) -> None:
     drive, clock = FaultyDisk(), Clock()
     cache = kept(tmp_path, 20, drive)
     drive.hang()
@@ -75,7 +75,7 @@ def test_a_hung_drive_is_not_waited_for_and_never_promised(tmp_path: Path) -> No
     cache.close()
 
 
-def test_what_comes_up_is_promised_later(tmp_path: Path) -> None:
+def test_promoted_blocks_are_leased_at_a_later_lookup(tmp_path: Path) -> None:
     with kept(tmp_path, 20) as cache:
         told = LookupLeases({"kv": pool_store(cache, pool()).bound}, 30.0)
         assert length(told, "a", chain(20)) == 20
@@ -83,7 +83,7 @@ def test_what_comes_up_is_promised_later(tmp_path: Path) -> None:
         told.clear()
 
 
-def test_what_is_promised_does_not_leave(tmp_path: Path) -> None:
+def test_leased_blocks_are_not_evicted(tmp_path: Path) -> None:
     """While others are stored until the memory has been filled many times over."""
     with opened(tmp_path, host_bytes=256 << 10) as cache:
         host, keys = pool(1), chain(4)
@@ -105,7 +105,7 @@ def test_what_is_promised_does_not_leave(tmp_path: Path) -> None:
         request.close()
 
 
-def test_old_promises_are_released(tmp_path: Path) -> None:
+def test_expired_leases_are_released(tmp_path: Path) -> None:
     with opened(tmp_path) as cache:
         store, clock = pool_store(cache, pool(1)), Clock()
         store.store(chain(4), range(4))
@@ -118,7 +118,7 @@ def test_old_promises_are_released(tmp_path: Path) -> None:
         told.clear()
 
 
-def test_a_device_pool_is_told_by_its_buffers() -> None:
+def test_a_device_pool_is_described_by_its_buffers() -> None:
     class Pool:
         k_buffer = tuple(torch.randn(64, 2, 8) for _ in range(3))
         v_buffer = tuple(torch.randn(64, 2, 8) for _ in range(3))
@@ -139,7 +139,7 @@ def test_a_device_pool_is_told_by_its_buffers() -> None:
             describe_device(wrong, 16, Ranks())
 
 
-def test_a_pool_of_windows_is_promised_where_all_of_a_window_is_there(tmp_path: Path) -> None:
+def test_a_windowed_pool_is_leased_with_its_full_window(tmp_path: Path) -> None:
     """Against every end looked at by hand, over pages with holes between."""
     rng = Random(7)
     with opened(tmp_path) as cache:
@@ -180,7 +180,7 @@ def test_a_pool_of_windows_is_promised_where_all_of_a_window_is_there(tmp_path: 
         assert cache.stats()["tiers"]["host"]["held_bytes"] == 0
 
 
-def test_a_window_on_the_drive_is_promised_once_it_is_up(tmp_path: Path) -> None:
+def test_a_window_on_the_drive_is_leased_once_promoted(tmp_path: Path) -> None:
     keys = chain(20)
     with opened(tmp_path) as cache:
         for name in ("kv", "swa"):

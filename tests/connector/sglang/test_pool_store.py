@@ -66,7 +66,7 @@ def cache(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Any]:
     made.close()
 
 
-def test_what_is_kept_comes_back_elsewhere(cache: Any) -> None:
+def test_stored_pages_load_into_other_pages(cache: Any) -> None:
     first, second, keys = pool(1), pool(), chain(9)
     assert pool_store(cache, first).store(keys, range(9)) == [True] * 9
     store = pool_store(cache, second)
@@ -77,7 +77,7 @@ def test_what_is_kept_comes_back_elsewhere(cache: Any) -> None:
     assert not second.kv_buffer[:, 9:20].any(), "a page that was not named was written"
 
 
-def test_answers_are_contiguous_and_heads_come_first(tmp_path: Path) -> None:
+def test_hits_are_a_contiguous_prefix(tmp_path: Path) -> None:
     host, keys = pool(2), chain(12)
     cache = opened(tmp_path)
     store = pool_store(cache, host)
@@ -92,7 +92,7 @@ def test_answers_are_contiguous_and_heads_come_first(tmp_path: Path) -> None:
     cache.close()
 
 
-def test_a_chain_may_be_told_in_parts_from_anywhere(cache: Any) -> None:
+def test_a_chain_may_be_given_in_parts(cache: Any) -> None:
     """SGLang asks about what it lacks: each call begins where its own cache ends."""
     host, other, keys = pool(3), pool(), chain(40)
     store = pool_store(cache, host)
@@ -110,7 +110,7 @@ def test_a_chain_may_be_told_in_parts_from_anywhere(cache: Any) -> None:
 @pytest.mark.parametrize(
     "named", [{"revision": "s"}, {"model": "n"}, {"tenant": "t"}, {"cache_salt": "x"}, {"facts": {"a": 1}}]
 )
-def test_the_same_keys_elsewhere_are_not_there(cache: Any, named: dict[str, Any]) -> None:
+def test_keys_of_another_model_are_a_miss(cache: Any, named: dict[str, Any]) -> None:
     """SGLang's keys know nothing of weights, types or tenants."""
     keys = chain(4)
     pool_store(cache, pool(4)).store(keys, range(4))
@@ -119,7 +119,7 @@ def test_the_same_keys_elsewhere_are_not_there(cache: Any, named: dict[str, Any]
     assert store.load(keys, range(4)) == [False] * 4
 
 
-def test_another_type_layout_or_page_is_not_there(cache: Any) -> None:
+def test_another_dtype_layout_or_page_size_is_a_miss(cache: Any) -> None:
     keys = chain(4)
     pool_store(cache, pool(5)).store(keys, range(4))
     for host in (
@@ -146,7 +146,7 @@ def test_each_rank_has_its_own_part(cache: Any) -> None:
         assert torch.equal(other.kv_buffer[:, :5], host.kv_buffer[:, :5])
 
 
-def test_many_threads_at_once(cache: Any) -> None:
+def test_concurrent_threads_load_their_own_pages(cache: Any) -> None:
     faults: list[str] = []
 
     def work(seed: int) -> None:
@@ -166,7 +166,7 @@ def test_many_threads_at_once(cache: Any) -> None:
     assert faults == []
 
 
-def test_after_a_restart_it_is_on_the_drive(tmp_path: Path) -> None:
+def test_pages_load_from_the_drive_after_a_restart(tmp_path: Path) -> None:
     host, keys = pool(8), chain(20)
     with opened(tmp_path) as cache:
         pool_store(cache, host).store(keys, range(20))
@@ -178,7 +178,7 @@ def test_after_a_restart_it_is_on_the_drive(tmp_path: Path) -> None:
         assert torch.equal(other.kv_buffer[:, :20], host.kv_buffer[:, :20])
 
 
-def test_a_hung_drive_ends_every_call_and_writes_nothing_later(tmp_path: Path) -> None:
+def test_calls_over_a_hung_drive_end_and_write_nothing_later(tmp_path: Path) -> None:
     host, keys, drive = pool(9), chain(20), FaultyDisk()
     with opened(tmp_path) as cache:
         pool_store(cache, host).store(keys, range(20))
@@ -214,7 +214,7 @@ def test_a_full_drive_keeps_what_fits_in_memory(tmp_path: Path) -> None:
     cache.close()
 
 
-def test_a_memory_that_is_too_small_says_so(tmp_path: Path) -> None:
+def test_a_host_tier_that_is_too_small_is_reported(tmp_path: Path) -> None:
     """A page that was not kept must never be said to be: SGLang would believe it for ever."""
     with opened(tmp_path, host_bytes=64 << 10) as cache:
         host, other, keys = pool(11), pool(), chain(60)
@@ -228,7 +228,7 @@ def test_a_memory_that_is_too_small_says_so(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("fault", ["asking", "gone", "damaged", "hung", "full"])
-def test_no_fault_of_a_cache_is_an_error(fault: Any) -> None:
+def test_cache_faults_raise_no_error(fault: Any) -> None:
     cache = FaultyCache()
     host, keys = pool(12), chain(8)
     pool_store(cache, host).store(keys, range(8))

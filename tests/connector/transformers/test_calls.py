@@ -211,9 +211,7 @@ def usual(store: PrefixStore, model: Any) -> None:
 
 
 @pytest.mark.parametrize("name", SERVED)
-def test_a_served_call_answers_as_without_the_store(
-    name: str, warmed: tuple[kvcache.KVCache, Any, PrefixStore]
-) -> None:
+def test_a_served_call_gives_the_same_tokens(name: str, warmed: tuple[kvcache.KVCache, Any, PrefixStore]) -> None:
     _, model, store = warmed
     expected = answer(model, SERVED[name])
     assert not isinstance(expected, str), expected
@@ -223,9 +221,7 @@ def test_a_served_call_answers_as_without_the_store(
 
 
 @pytest.mark.parametrize("name", DECLINED)
-def test_a_declined_call_answers_as_without_the_store(
-    name: str, warmed: tuple[kvcache.KVCache, Any, PrefixStore]
-) -> None:
+def test_a_declined_call_gives_the_same_tokens(name: str, warmed: tuple[kvcache.KVCache, Any, PrefixStore]) -> None:
     (cache, model, store), (call, why) = warmed, DECLINED[name]
     before = cache.stats()["tiers"]["host"]["records"]
     assert answer(store, call) == answer(model, call)
@@ -234,7 +230,7 @@ def test_a_declined_call_answers_as_without_the_store(
     assert cache.stats()["tiers"]["host"]["records"] == before, "a declined call stores nothing"
 
 
-def test_a_plain_call_after_all_of_them_is_the_same(warmed: tuple[kvcache.KVCache, Any, PrefixStore]) -> None:
+def test_a_plain_call_after_all_others_is_unchanged(warmed: tuple[kvcache.KVCache, Any, PrefixStore]) -> None:
     _, model, store = warmed
     usual(store, model)
 
@@ -254,7 +250,7 @@ def test_a_plain_call_after_all_of_them_is_the_same(warmed: tuple[kvcache.KVCach
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
 @pytest.mark.parametrize("given", [False, True], ids=["alone", "beside an argument"])
-def test_the_generation_config_of_the_model_counts(
+def test_the_models_generation_config_is_respected(
     given: bool, fields: dict[str, Any], why: str, cache: kvcache.KVCache
 ) -> None:
     model = made()
@@ -269,7 +265,7 @@ def test_the_generation_config_of_the_model_counts(
     assert why in store.declined
 
 
-def test_use_cache_of_the_model_config_counts(cache: kvcache.KVCache) -> None:
+def test_use_cache_of_the_model_config_is_respected(cache: kvcache.KVCache) -> None:
     model = made()
     store = warm(cache, model)
     model.config.use_cache = False
@@ -280,7 +276,7 @@ def test_use_cache_of_the_model_config_counts(cache: kvcache.KVCache) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:You have modified")
-def test_modes_set_in_the_model_config_count(cache: kvcache.KVCache) -> None:
+def test_modes_set_in_the_model_config_are_respected(cache: kvcache.KVCache) -> None:
     """transformers 4 takes them from there; 5 refuses the call."""
     model = made()
     store = warm(cache, model)
@@ -290,7 +286,7 @@ def test_modes_set_in_the_model_config_count(cache: kvcache.KVCache) -> None:
     assert "beam_search" in store.declined or "ValueError" in store.declined
 
 
-def test_a_generate_of_the_models_own_is_declined(cache: kvcache.KVCache) -> None:
+def test_a_models_custom_generate_is_declined(cache: kvcache.KVCache) -> None:
     class Own(transformers.LlamaForCausalLM):  # type: ignore[misc]
         def generate(self, *args: Any, **named: Any) -> Any:
             return super().generate(*args, **named).flip(1)
@@ -313,7 +309,7 @@ def test_a_model_in_training_stores_nothing(cache: kvcache.KVCache) -> None:
     assert store.reused == 0
 
 
-def test_autocast_and_another_type_are_declined(cache: kvcache.KVCache) -> None:
+def test_autocast_and_another_dtype_are_declined(cache: kvcache.KVCache) -> None:
     model = made()
     store = warm(cache, model)
     with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -326,7 +322,7 @@ def test_autocast_and_another_type_are_declined(cache: kvcache.KVCache) -> None:
     assert "torch.bfloat16" in store.declined
 
 
-def test_a_returned_cache_is_that_of_transformers(cache: kvcache.KVCache) -> None:
+def test_a_returned_cache_is_a_transformers_cache(cache: kvcache.KVCache) -> None:
     model = windowed()
     store = warm(cache, model)
     call: Callable[[], Call] = lambda: plain(PROMPT, return_dict_in_generate=True)  # noqa: E731
@@ -342,7 +338,7 @@ def test_a_returned_cache_is_that_of_transformers(cache: kvcache.KVCache) -> Non
     assert f"{WORD} given" in store.declined
 
 
-def test_a_copy_of_the_cache_leaves_the_store_behind(cache: kvcache.KVCache) -> None:
+def test_a_copied_cache_does_not_write_to_the_store(cache: kvcache.KVCache) -> None:
     model = made()
     past = warm(cache, model).past_key_values(PROMPT)
     copied = copy.deepcopy(past)
@@ -351,7 +347,7 @@ def test_a_copy_of_the_cache_leaves_the_store_behind(cache: kvcache.KVCache) -> 
     assert torch.equal(copied.layers[1].values, past.layers[1].values)
 
 
-def test_beams_over_a_handed_cache_store_nothing(cache: kvcache.KVCache) -> None:
+def test_beam_search_over_a_given_cache_stores_nothing(cache: kvcache.KVCache) -> None:
     """Rows are repeated for beams, so that a row of the cache is no row of the prompt."""
     model = made()
     store = PrefixStore(cache, model, revision="1", block_tokens=BLOCK)

@@ -24,7 +24,7 @@ def installed(package: str) -> bool:
         return False
 
 
-def test_it_has_ten_lines_behind_its_imports() -> None:
+def test_the_example_has_ten_lines_after_its_imports() -> None:
     lines = EXAMPLE.read_text(encoding="utf-8").splitlines()
     last = max(i for i, line in enumerate(lines) if line.startswith(("import ", "from ")))
     assert len([line for line in lines[last + 1 :] if line]) <= 10

@@ -37,12 +37,12 @@ def named_as_it_is(model: Any) -> bytes:
     return found
 
 
-def test_a_copy_of_the_files_has_the_same_name(folder: Path, tmp_path: Path) -> None:
+def test_a_copy_of_the_files_has_the_same_id(folder: Path, tmp_path: Path) -> None:
     copy = shutil.copytree(folder, tmp_path / folder.name)
     assert named(copy) == named(folder)
 
 
-def test_what_selects_weights_makes_another_name(folder: Path, tmp_path: Path) -> None:
+def test_options_that_select_weights_change_the_id(folder: Path, tmp_path: Path) -> None:
     top = Path(shutil.copytree(folder, tmp_path / folder.name))
     tiny_model.make(top / "inner", seed=1)
     AutoModelForCausalLM.from_pretrained(top / "inner").save_pretrained(top, variant="other")
@@ -53,7 +53,7 @@ def test_what_selects_weights_makes_another_name(folder: Path, tmp_path: Path) -
     assert len(set(seen)) == 4
 
 
-def test_weights_changed_in_memory_have_another_name(folder: Path) -> None:
+def test_weights_changed_in_memory_change_the_id(folder: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(folder).eval()
     before = named_as_it_is(model)
     with torch.no_grad():
@@ -61,7 +61,7 @@ def test_weights_changed_in_memory_have_another_name(folder: Path) -> None:
     assert named_as_it_is(model) != before
 
 
-def test_a_commit_that_transformers_left_counts(folder: Path) -> None:
+def test_the_commit_hash_of_transformers_is_used(folder: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(folder).eval()
     seen = {named_as_it_is(model)}
     for commit in ("1" * 40, "2" * 40):
@@ -70,7 +70,7 @@ def test_a_commit_that_transformers_left_counts(folder: Path) -> None:
     assert len(seen) == 3
 
 
-def test_settings_have_every_byte_read(folder: Path) -> None:
+def test_a_setting_reads_every_byte_of_the_weights(folder: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(folder).eval()
     small: dict[str, Any] = {"host__capacity_bytes": "16MiB", "nvme__enabled": False, "control__enabled": False}
     seen = set()
@@ -80,7 +80,7 @@ def test_settings_have_every_byte_read(folder: Path) -> None:
     assert len(seen) == 2
 
 
-def test_values_on_no_device_are_refused(folder: Path) -> None:
+def test_tensors_on_the_meta_device_are_refused(folder: Path) -> None:
     tensors = {"a": torch.zeros(3), "b": torch.zeros(3, device="meta")}
     with pytest.raises(ModelError, match=r"'b'.*give revision="):
         tensors_revision(tensors)
@@ -94,7 +94,7 @@ def test_values_on_no_device_are_refused(folder: Path) -> None:
     shape=st.lists(st.integers(0, 9), max_size=3),
     seed=st.integers(0, 99),
 )
-def test_any_change_of_a_small_tensor_counts(dtype: torch.dtype, shape: list[int], seed: int) -> None:
+def test_any_change_of_a_small_tensor_changes_the_id(dtype: torch.dtype, shape: list[int], seed: int) -> None:
     random = np.random.default_rng(seed)
     tensor = torch.from_numpy(random.integers(0, 2, shape).astype(np.float32)).to(dtype)
     before = tensors_revision({"t": tensor})
@@ -119,7 +119,7 @@ def test_a_large_tensor_is_sampled_to_its_last_byte(size: int) -> None:
     assert tensors_revision({"t": tensor}, read_every_byte=True) != whole
 
 
-def test_the_order_in_memory_does_not_count() -> None:
+def test_the_memory_order_does_not_change_the_id() -> None:
     tensor = torch.arange(60_000.0).reshape(200, 300)
     turned = tensor.T.contiguous().T
     assert tensors_revision({"a": tensor, "b": turned}) == tensors_revision({"b": tensor, "a": tensor.clone()})

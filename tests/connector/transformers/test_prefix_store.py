@@ -77,7 +77,7 @@ def generate(run: Any, ids: torch.Tensor, mask: torch.Tensor | None = None, **na
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_turns_batches_and_padding_as_without_a_cache(
+def test_turns_batches_and_padding_give_the_same_tokens(
     family: str, model_of: Callable[[str], Any], cache: kvcache.KVCache, request: pytest.FixtureRequest
 ) -> None:
     """Random conversations over shared beginnings, longer than the windows, several rows at once."""
@@ -107,7 +107,7 @@ def test_turns_batches_and_padding_as_without_a_cache(
     assert reused > 0
 
 
-def test_what_is_reused_is_what_was_computed(model_of: Callable[[str], Any], cache: kvcache.KVCache) -> None:
+def test_reused_blocks_equal_the_computed_ones(model_of: Callable[[str], Any], cache: kvcache.KVCache) -> None:
     model, random = model_of("llama"), Random(1)
     store = PrefixStore(cache, model, block_tokens=BLOCK)
     prompt = tokens(random, 1, 40)
@@ -128,7 +128,7 @@ def test_what_is_reused_is_what_was_computed(model_of: Callable[[str], Any], cac
         assert cache.flush(30)
 
 
-def test_it_is_there_after_a_restart(model_of: Callable[[str], Any], tmp_path: Path) -> None:
+def test_a_prefix_is_reused_after_a_restart(model_of: Callable[[str], Any], tmp_path: Path) -> None:
     model, prompt = model_of("qwen2-window"), tokens(Random(2), 1, 70)
     for reused in (0, 64):
         with opened(tmp_path) as cache:
@@ -137,7 +137,7 @@ def test_it_is_there_after_a_restart(model_of: Callable[[str], Any], tmp_path: P
             assert store.reused == reused
 
 
-def test_a_drop_in_for_generate(model_of: Callable[[str], Any], cache: kvcache.KVCache) -> None:
+def test_past_key_values_works_with_plain_generate(model_of: Callable[[str], Any], cache: kvcache.KVCache) -> None:
     """Another's call of `generate` takes the cache, and its prompt is stored without anybody saying so."""
     model, prompt = model_of("llama"), tokens(Random(3), 1, 50)
     expected = generate(model, prompt)
@@ -155,7 +155,7 @@ def test_a_drop_in_for_generate(model_of: Callable[[str], Any], cache: kvcache.K
     assert PrefixStore(cache, model, block_tokens=BLOCK).past_key_values(longer).get_seq_length() == 48
 
 
-def test_sampling_is_not_changed(model_of: Callable[[str], Any], cache: kvcache.KVCache) -> None:
+def test_sampled_tokens_are_unchanged(model_of: Callable[[str], Any], cache: kvcache.KVCache) -> None:
     model, prompt = model_of("llama"), tokens(Random(4), 2, 40)
     store = PrefixStore(cache, model, block_tokens=BLOCK)
     answers = []
@@ -178,7 +178,7 @@ def test_sampling_is_not_changed(model_of: Callable[[str], Any], cache: kvcache.
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
-def test_a_call_that_it_cannot_serve_goes_past_it(
+def test_an_unsupported_call_is_declined(
     named: dict[str, Any], why: str, model_of: Callable[[str], Any], cache: kvcache.KVCache
 ) -> None:
     model, prompt = model_of("llama"), tokens(Random(6), 1, 40)
@@ -191,7 +191,7 @@ def test_a_call_that_it_cannot_serve_goes_past_it(
     assert cache.stats()["tiers"]["host"]["records"] == 0
 
 
-def test_padding_that_it_does_not_understand(model_of: Callable[[str], Any], cache: kvcache.KVCache) -> None:
+def test_unsupported_padding_is_declined(model_of: Callable[[str], Any], cache: kvcache.KVCache) -> None:
     model, prompt = model_of("llama"), tokens(Random(8), 2, 40)
     store = PrefixStore(cache, model, block_tokens=BLOCK)
     mask = torch.ones_like(prompt)
@@ -217,7 +217,7 @@ def test_weights_that_differ_share_nothing(
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_a_cache_that_breaks_its_promises_changes_no_token(method: str, model_of: Callable[[str], Any]) -> None:
+def test_a_faulty_cache_changes_no_token(method: str, model_of: Callable[[str], Any]) -> None:
     model, injector, prompt = model_of("llama"), FaultInjector(), tokens(Random(12), 1, 20)
     expected = generate(model, prompt)
     store = PrefixStore(injector.wrap(NaiveCache()), model, block_tokens=BLOCK, patience_s=0.2)

@@ -97,18 +97,18 @@ class PromptTuned(transformers.LlamaForCausalLM):  # type: ignore[misc]
     ],
     ids=["mamba", "qwen3-next", "t5", "deepseek", "dynamic rope", "float64", "tensor parallel", "prompt tuning"],
 )
-def test_a_model_whose_layers_hold_something_else(make: Any, why: str) -> None:
+def test_a_model_with_other_layer_state_is_refused(make: Any, why: str) -> None:
     with pytest.raises(LayoutError) as refused:
         PrefixStore(NaiveCache(), make().eval(), revision="1")
     assert why in str(refused.value)
 
 
-def test_weights_without_a_name() -> None:
+def test_weights_without_a_revision_are_refused() -> None:
     with pytest.raises(ModelError, match="give revision="):
         PrefixStore(NaiveCache(), llama())
 
 
-def test_adapters_without_a_name() -> None:
+def test_adapters_without_a_name_are_refused() -> None:
     model = llama()
     model.peft_config = {"default": object()}
     with pytest.raises(ModelError, match="give adapter="):

@@ -48,7 +48,7 @@ def names(request: Request, origin: DigestOrigin = "chain", hash_tokens: int = S
 
 @given(st.lists(st.integers(0, 2**32 - 1), max_size=40), st.lists(st.integers(1, 9), max_size=12))
 @pytest.mark.parametrize("origin", ["chain", "pages"])
-def test_how_tokens_came_does_not_matter(origin: DigestOrigin, tokens: list[int], steps: list[int]) -> None:
+def test_chunking_does_not_change_digests(origin: DigestOrigin, tokens: list[int], steps: list[int]) -> None:
     growing = Request([])
     digests = BlockDigests(growing, origin, SIZE, SIZE)
     for step in steps:
@@ -59,7 +59,7 @@ def test_how_tokens_came_does_not_matter(origin: DigestOrigin, tokens: list[int]
     assert len(names(Request(tokens), origin)) == len(tokens) // SIZE
 
 
-def test_media_salt_and_place_are_in_the_name() -> None:
+def test_media_salt_and_position_change_the_digest() -> None:
     tokens = list(range(16))
 
     def image(identifier: str, offset: int) -> list[Feature]:
@@ -76,20 +76,20 @@ def test_media_salt_and_place_are_in_the_name() -> None:
     assert names(Request(tokens, cache_salt="6 a"))[0] != names(Request(tokens, mm_features=image("a", 6)))[0]
 
 
-def test_vllms_hashes_may_be_finer_than_blocks() -> None:
+def test_vllm_hashes_of_smaller_blocks_are_accepted() -> None:
     hashes = [bytes([i]) * 32 for i in range(7)]
     request = Request(list(range(15)), block_hashes=hashes)
     assert names(request, "vllm", hash_tokens=2) == [hashes[1], hashes[3], hashes[5]]
 
 
-def test_pages_are_those_of_sglang() -> None:
+def test_page_digests_equal_those_of_sglang() -> None:
     (found,) = json.loads((Path(__file__).parents[2] / "vectors/key.json").read_text())["sglang"]
     size = found["page_tokens"]
     digests = BlockDigests(Request(found["token_ids"]), "pages", size, size).up_to(100)
     assert [d.hex() for d in digests] == found["digests"]
 
 
-def test_what_has_no_name_is_not_cached() -> None:
+def test_a_request_without_digests_is_not_cached() -> None:
     assert unnamed_reason(Request([1]), "chain") == ""
     assert unnamed_reason(Request([1], prompt_embeds=object()), "chain") == "embeddings"
     assert unnamed_reason(Request([1], prompt_embeds=object()), "vllm") == ""

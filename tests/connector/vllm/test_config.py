@@ -15,7 +15,7 @@ from kvcache.errors import ConfigError
 from tests.connector.vllm.conftest import request, store_three
 
 
-def test_nothing_is_needed() -> None:
+def test_options_have_defaults() -> None:
     assert parse_options({}, Options) == Options()
 
 
@@ -28,12 +28,12 @@ def test_nothing_is_needed() -> None:
         ({"tenant": ""}, r"tenant = ''"),
     ],
 )
-def test_what_makes_no_sense_is_refused(extra: dict[str, Any], said: str) -> None:
+def test_invalid_options_are_refused(extra: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         parse_options(extra, Options)
 
 
-def test_options_that_make_no_sense_are_left_out_and_logged() -> None:
+def test_invalid_request_options_are_logged_and_ignored() -> None:
     request_options, wrong = RequestOptions.of(
         {
             "kvcache.skip_load": True,
@@ -55,7 +55,7 @@ def test_options_that_make_no_sense_are_left_out_and_logged() -> None:
     assert RequestOptions.of(None) == (RequestOptions(), "")
 
 
-def test_whose_a_request_is_reaches_what_a_rank_does_for_it(make_connector: Callable[..., tuple[Any, Any]]) -> None:
+def test_agent_and_session_reach_the_ranks_events(make_connector: Callable[..., tuple[Any, Any]]) -> None:
     settings: dict[str, Any] = {"host": {"capacity_bytes": "1MiB"}, "nvme": {"enabled": False}}
     with closing(kvcache.open(**settings, control={"enabled": False})) as cache:
         scheduling, working = make_connector(cache)

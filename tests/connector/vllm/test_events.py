@@ -67,7 +67,7 @@ class Router:
 
 
 @pytest.mark.parametrize("layout", [FULL, HYBRID], ids=["full", "hybrid"])
-def test_a_router_knows_what_is_there(tmp_path: Path, layout: Any) -> None:
+def test_events_give_a_router_the_tiers_contents(tmp_path: Path, layout: Any) -> None:
     rng, engine, router = random.Random(1), Engine(layout), Router()
     with kvcache.open(
         host={"capacity_bytes": MiB, "slab_bytes": MiB // 4},
@@ -123,7 +123,7 @@ def two_ranks() -> Any:
 LEFT, RIGHT = (0, 2, 0, 1), (0, 2, 1, 2)
 
 
-def test_a_block_is_there_when_every_rank_has_it(two_ranks: Any) -> None:
+def test_a_block_is_announced_once_all_ranks_have_it(two_ranks: Any) -> None:
     announcer, bound = two_ranks
     asked = request_of(list(range(8)))
     announcer.name_blocks(bound, asked, asked.block_hashes, 0, 1)
@@ -141,7 +141,7 @@ def test_a_block_is_there_when_every_rank_has_it(two_ranks: Any) -> None:
 
 
 @pytest.mark.parametrize("how", ["lost", "reset", "full"])
-def test_what_is_not_known_any_more_is_told_to_be_gone(two_ranks: Any, how: str) -> None:
+def test_blocks_no_longer_tracked_are_announced_as_removed(two_ranks: Any, how: str) -> None:
     announcer, bound = two_ranks
     asked = request_of(list(range(12)))
     announcer.name_blocks(bound, asked, asked.block_hashes, 0, 1)
@@ -166,7 +166,7 @@ def test_blocks_without_a_local_name_are_not_published(two_ranks: Any) -> None:
     assert announcer.drain() == []
 
 
-def test_a_name_that_cannot_be_made_is_no_fault_of_the_request(two_ranks: Any) -> None:
+def test_an_event_without_local_hash_fails_no_request(two_ranks: Any) -> None:
     announcer, bound = two_ranks
     asked = request_of(list(range(8)))
     asked.request_id, asked.block_hashes = "r", []  # another version of vLLM: nothing is where it was

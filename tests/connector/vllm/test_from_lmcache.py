@@ -23,7 +23,7 @@ def names(column: int) -> set[str]:
     return {name for row in ROWS for name in re.findall(r"`([^`]+)`", row[column])}
 
 
-def test_settings_metrics_commands_and_options_are_there() -> None:
+def test_named_settings_metrics_and_commands_exist() -> None:
     settings, told = Settings(), names(1)
     for name in {n for n in told if re.fullmatch(r"(host|nvme|redis|evict|flow)\.\w+", n)}:
         section, field = name.split(".")
@@ -38,7 +38,7 @@ def test_settings_metrics_commands_and_options_are_there() -> None:
     assert {"load", "lookup_s", "load_s"} <= told & set(Options.model_fields)
 
 
-def test_lmcache_has_what_is_said_of_it() -> None:
+def test_named_lmcache_settings_exist() -> None:
     found = list(LMCACHE.glob("lib/python*/site-packages/lmcache"))
     if not found:
         pytest.skip("no LMCache here: name its environment in LMCACHE_VENV")

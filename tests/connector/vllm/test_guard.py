@@ -85,7 +85,7 @@ def sound(engine: Engine) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_call_that_always_raises(make_connector: MakeConnector, name: str) -> None:
+def test_a_call_that_always_raises_fails_no_request(make_connector: MakeConnector, name: str) -> None:
     broken = [True]
     engine = Engine(
         make_connector(RaisingProxy(NaiveCache(), lambda called: broken[0] and called == name), load="async")
@@ -97,7 +97,7 @@ def test_a_call_that_always_raises(make_connector: MakeConnector, name: str) -> 
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_any_call_raises_now_and_then(make_connector: MakeConnector, seed: int) -> None:
+def test_random_failures_fail_no_request(make_connector: MakeConnector, seed: int) -> None:
     rng = random.Random(seed)
     part = rng.choice([0.02, 0.1, 0.4])
     engine = Engine(make_connector(RaisingProxy(NaiveCache(), lambda _: rng.random() < part), load="async"))
@@ -107,9 +107,7 @@ def test_any_call_raises_now_and_then(make_connector: MakeConnector, seed: int) 
     sound(engine)
 
 
-def test_the_first_failure_of_a_kind_is_said_and_the_others_are_not(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_each_kind_of_failure_is_logged_once(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvcache.connector.vllm.guard._logged", set())
 
     def breaks() -> int:
@@ -120,7 +118,7 @@ def test_the_first_failure_of_a_kind_is_said_and_the_others_are_not(
     assert sum("breaks" in record.getMessage() for record in caplog.records) == 1
 
 
-def test_a_transfer_that_cannot_be_asked_is_over_and_brought_nothing() -> None:
+def test_a_failing_transfer_counts_as_an_empty_load() -> None:
     transfer = GuardedTransfer(RaisingProxy(BlockTransfer(3), lambda _: True))  # type: ignore[arg-type]  # it stands for one
     transfer.cancel()
     assert (transfer.done, transfer.blocks, transfer.wait(1), transfer.wait_layer(0, 1)) == (True, 0, True, True)

@@ -73,7 +73,7 @@ def moved(caches: dict[str, Any], groups: list[Group], *, source: int, target: i
 
 
 @pytest.mark.parametrize("order", list(permutations(range(3))))
-def test_four_axes_in_any_physical_order(order: tuple[int, int, int]) -> None:
+def test_four_axes_in_any_order_round_trip(order: tuple[int, int, int]) -> None:
     """[B, H, N, K V]: LBNHC, LBHNC, LHBNC and whatever else somebody resolves; never assumed to be contiguous."""
     shape = (BLOCKS, HEADS, TOKENS, 2 * DIM)
     tensors = [filled(shape, (*order, 3), seed) for seed in range(LAYERS)]
@@ -87,7 +87,7 @@ def test_four_axes_in_any_physical_order(order: tuple[int, int, int]) -> None:
         assert torch.equal(tensor[keep], was[keep])
 
 
-def test_all_layers_of_a_block_side_by_side() -> None:
+def test_layers_side_by_side_in_a_block_round_trip() -> None:
     """BLHNC: the steps from block to block are those of all layers."""
     laid = torch.arange(BLOCKS * LAYERS * HEADS * TOKENS * 2 * DIM, dtype=torch.float32)
     laid = laid.reshape(BLOCKS, LAYERS, HEADS, TOKENS, 2 * DIM)
@@ -108,7 +108,7 @@ def test_all_layers_of_a_block_side_by_side() -> None:
         ((BLOCKS, 2, HEADS, TOKENS, DIM), 0),
     ],
 )
-def test_five_axes_of_older_versions(shape: tuple[int, ...], page: int) -> None:
+def test_five_axes_of_older_versions_round_trip(shape: tuple[int, ...], page: int) -> None:
     tensor = filled(shape, tuple(range(5)), 1)
     before = tensor.clone()
     layout = moved({"layer": Elsewhere(tensor)}, [Group(["layer"])], source=2, target=3)
@@ -117,7 +117,7 @@ def test_five_axes_of_older_versions(shape: tuple[int, ...], page: int) -> None:
 
 
 @pytest.mark.parametrize("shape", [(BLOCKS, TOKENS, 24), (BLOCKS, 1, TOKENS, 24)])
-def test_latents(shape: tuple[int, ...]) -> None:
+def test_latents_round_trip(shape: tuple[int, ...]) -> None:
     tensor = filled(shape, tuple(range(len(shape))), 1)
     before = tensor.clone()
     layout = moved({"layer": tensor}, [Group(["layer"], MLAAttentionSpec())], source=5, target=0)
@@ -125,7 +125,7 @@ def test_latents(shape: tuple[int, ...]) -> None:
     assert torch.equal(tensor[0], before[5])
 
 
-def test_a_processors_blocks_are_opaque_and_say_what_packed_them() -> None:
+def test_cpu_blocks_are_opaque_and_name_their_packing() -> None:
     tensor = filled((BLOCKS, HEADS, TOKENS, 2 * DIM), (0, 1, 2, 3), 1)
     (shape,) = describe_layers({"layer": tensor}, [Group(["layer"])], BLOCKS, packing="cpu_attn amx")
     assert (shape.layer_layout.kind, shape.layer_layout.kv_heads) == ("opaque", HEADS)
@@ -137,14 +137,14 @@ def test_a_processors_blocks_are_opaque_and_say_what_packed_them() -> None:
     assert torch.equal(tensor[1], before[0])
 
 
-def test_blocks_cut_into_several_for_the_kernels() -> None:
+def test_blocks_split_for_kernels_round_trip() -> None:
     tensor = filled((BLOCKS * 2, HEADS, TOKENS // 2, 2 * DIM), (0, 1, 2, 3), 1)
     before = tensor.clone()
     moved({"layer": tensor}, [Group(["layer"])], source=1, target=3)
     assert torch.equal(tensor[6:8], before[2:4])
 
 
-def test_padded_pages() -> None:
+def test_padded_pages_round_trip() -> None:
     """What lies behind a block is not its own."""
     raw = torch.arange(BLOCKS * 400, dtype=torch.float32)
     tensor = torch.as_strided(raw, (BLOCKS, HEADS, TOKENS, 2 * DIM), (400, TOKENS * 2 * DIM, 2 * DIM, 1))
@@ -156,7 +156,7 @@ def test_padded_pages() -> None:
     assert torch.equal(after[1:], before[1:])
 
 
-def test_a_block_whose_bytes_do_not_lie_together_is_refused() -> None:
+def test_a_scattered_block_is_refused() -> None:
     tensor = filled((2, BLOCKS, HEADS, TOKENS, DIM), tuple(range(5)), 1)
     with pytest.raises(LayoutError, match="do not lie together"):
         describe_layers(
@@ -181,7 +181,7 @@ class MambaSpec(FullAttentionSpec):
 @pytest.mark.parametrize(
     ("spec", "reason"), [(Scaled(), "would not be stored"), (MambaSpec(), "not consist of whole blocks")]
 )
-def test_what_cannot_be_restored_from_blocks_is_refused(spec: Any, reason: str) -> None:
+def test_layers_with_recurrent_state_are_refused(spec: Any, reason: str) -> None:
     tensor = filled((BLOCKS, HEADS, TOKENS, 2 * DIM), (0, 1, 2, 3), 1)
     with pytest.raises(LayoutError, match=reason):
         describe_layers({"layer": tensor}, [Group(["layer"], spec)], BLOCKS, packing="isa")
@@ -194,7 +194,7 @@ def test_groups_with_blocks_of_different_sizes_are_refused() -> None:
         describe_layers({"a": tensor, "b": tensor}, groups, BLOCKS, packing="isa")
 
 
-def test_windows_need_one_token_less_than_they_see() -> None:
+def test_a_window_needs_one_token_less_than_its_size() -> None:
     tensor = filled((BLOCKS, HEADS, TOKENS, 2 * DIM), (0, 1, 2, 3), 1)
     groups = [Group(["a"], SlidingWindowSpec()), Group(["b"])]
     first, second = describe_layers({"a": tensor, "b": tensor}, groups, BLOCKS, packing="isa")
@@ -212,7 +212,7 @@ def rank(layers: int, *, heads: int = HEADS, kind: str = "mha", first: int = 0) 
     return (LayerGroup(0, tuple(f"layer{first + i}" for i in range(layers)), "all", 0, TOKENS, layer_layout),)
 
 
-def test_ranks_put_together() -> None:
+def test_ranks_combine_into_shards() -> None:
     """Two stages of three and two layers, two tensor ranks each."""
     ranks = {(s, t): rank((3, 2)[s], first=3 * s) for s in range(2) for t in range(2)}
     layout, shards, _, _ = combine_ranks(ranks)
@@ -225,7 +225,7 @@ def test_ranks_put_together() -> None:
     }
 
 
-def test_ranks_with_the_same_heads_and_ranks_with_latents_share_a_shard() -> None:
+def test_ranks_with_equal_heads_or_latents_share_a_shard() -> None:
     layout, shards, _, _ = combine_ranks({(0, t): rank(1, heads=1) for t in range(4)}, replicas=2)
     assert layout.groups[0].kv_heads == 2
     assert shards[0, 0] == shards[0, 1] != shards[0, 2] == shards[0, 3]
@@ -234,12 +234,12 @@ def test_ranks_with_the_same_heads_and_ranks_with_latents_share_a_shard() -> Non
     assert shards[0, 0] == shards[0, 1]
 
 
-def test_opaque_ranks_hold_their_share_of_a_blocks_bytes() -> None:
+def test_opaque_ranks_hold_a_share_of_each_block() -> None:
     layout, shards, _, _ = combine_ranks({(0, t): rank(2, kind="opaque") for t in range(2)})
     whole = layout.block_bytes()
     assert [layout.block_bytes(shards[0, t][0]) for t in range(2)] == [whole // 2] * 2
 
 
-def test_ranks_that_do_not_fit_together_are_refused() -> None:
+def test_inconsistent_ranks_are_refused() -> None:
     with pytest.raises(LayoutError, match=r"rank \(0, 1\)"):
         combine_ranks({(0, 0): rank(3), (0, 1): rank(2)})

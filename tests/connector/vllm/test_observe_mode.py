@@ -18,7 +18,7 @@ def chain(prompt: list[int]) -> list[bytes]:
 
 
 @given(st.lists(PROMPT, max_size=30), st.integers(1, 12))
-def test_an_lru_of_prefixes(prompts: list[list[int]], capacity: int) -> None:
+def test_observed_hits_equal_an_lru_of_prefixes(prompts: list[list[int]], capacity: int) -> None:
     trial, known = ObserveMode(capacity * 10), []
     gone: set[bytes] = set()
     reasons = {"cold": 0, "evicted": 0}
@@ -46,9 +46,7 @@ def test_an_lru_of_prefixes(prompts: list[list[int]], capacity: int) -> None:
 
 
 @given(st.integers(1, 20), st.integers(0, 20), st.integers(0, 3), st.sampled_from([1e-5, 1e-3]))
-def test_what_would_have_been_saved_is_computing_less_loading(
-    blocks: int, there: int, tail: int, token_s: float
-) -> None:
+def test_the_saving_is_compute_time_minus_load_time(blocks: int, there: int, tail: int, token_s: float) -> None:
     trial, digests, block_bytes = ObserveMode(10**9), [bytes([i]) * 32 for i in range(blocks)], 4 * 1000
     trial.record_store(WHO, digests[:there], block_bytes)
     trial.lookup(WHO, digests, 4, block_bytes, 4 * blocks + tail)
@@ -64,7 +62,7 @@ def test_what_would_have_been_saved_is_computing_less_loading(
     trial.close()
 
 
-def test_tenants_keep_apart() -> None:
+def test_tenants_share_no_hits() -> None:
     trial = ObserveMode(1000)
     trial.record_store(WHO, chain([1, 2]), 10)
     assert trial.lookup(NamespaceKey(tenant="other"), chain([1, 2]), 4) == 0
@@ -72,7 +70,7 @@ def test_tenants_keep_apart() -> None:
     trial.close()
 
 
-def test_the_curve_says_what_more_would_have_found() -> None:
+def test_the_curve_shows_hits_at_larger_capacities() -> None:
     """Forty prompts of one block in turn, with room for twenty: an LRU finds nothing; with twice that, all."""
     trial = ObserveMode(20 * 10, samples=1000)
     prompts = [[bytes([i]).ljust(32, b"x")] for i in range(40)]

@@ -40,7 +40,7 @@ def counted(cache: Any) -> tuple[float, float]:
     return cache.counters.get("requests"), cache.counters.get("misses")
 
 
-def test_prompt_logprobs_are_no_miss(filled: Any, cache: Any) -> None:
+def test_prompt_logprobs_are_not_counted_as_misses(filled: Any, cache: Any) -> None:
     """vllm 57596"""
     before, asked = counted(cache), request("logprobs")
     asked.skip_reading_prefix_cache = True
@@ -50,7 +50,7 @@ def test_prompt_logprobs_are_no_miss(filled: Any, cache: Any) -> None:
     assert counted(cache) == before
 
 
-def test_nothing_is_counted_by_asking_again(filled: Any, cache: Any) -> None:
+def test_a_repeated_lookup_is_counted_once(filled: Any, cache: Any) -> None:
     """vllm 18232"""
     (before, _), asked = counted(cache), request("again")
     for _ in range(5):
@@ -62,7 +62,7 @@ def test_nothing_is_counted_by_asking_again(filled: Any, cache: Any) -> None:
 
 
 @pytest.mark.parametrize("local", [0, 1, 2, 3])
-def test_what_the_engine_has_itself_is_not_loaded_over(filled: Any, local: int) -> None:
+def test_local_hits_are_not_overwritten_by_a_load(filled: Any, local: int) -> None:
     """LMCache 2206, 2091, 2574"""
     asked = request("local")
     tokens, _ = filled.match_tokens(asked, local * TOKENS)
@@ -72,7 +72,7 @@ def test_what_the_engine_has_itself_is_not_loaded_over(filled: Any, local: int) 
     assert [(move.first, move.pages) for move in loads] == ([(local, ((4, 5, 6)[local:],))] if tokens else [])
 
 
-def test_a_load_of_fewer_blocks_than_were_found_is_of_those(filled: Any) -> None:
+def test_a_load_covers_the_blocks_that_vllm_allocated(filled: Any) -> None:
     """LMCache 4614, vllm 52617"""
     asked = request("less")
     assert filled.match_tokens(asked, 0) == (3 * TOKENS, True)
@@ -82,7 +82,7 @@ def test_a_load_of_fewer_blocks_than_were_found_is_of_those(filled: Any) -> None
 
 
 @pytest.mark.parametrize("told", ["pages", "request"])
-def test_a_load_that_failed_is_not_asked_for_again(filled: Any, told: str) -> None:
+def test_a_failed_load_is_not_repeated(filled: Any, told: str) -> None:
     """vllm 49176"""
     asked = request("failed")
     assert filled.match_tokens(asked, 0) == (3 * TOKENS, True)
@@ -107,7 +107,7 @@ class Asking(NaiveRequest):
         return replace(super().match(*given, **named), pending=True)
 
 
-def test_a_lookup_that_is_never_answered_ends(make_connector: MakeConnector, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_lookup_without_answer_times_out(make_connector: MakeConnector, monkeypatch: pytest.MonkeyPatch) -> None:
     """vllm 53130, 23620"""
     scheduling, _ = make_connector(Undecided())
     now = [0.0]

@@ -56,7 +56,7 @@ def sampled(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Any]]:
     vars(package).pop("stats", None)
 
 
-def test_a_daemon_that_once_did_not_answer_is_not_counted_again(sampled: Callable[..., Any]) -> None:
+def test_counts_are_not_repeated_after_a_missed_answer(sampled: Callable[..., Any]) -> None:
     daemon, own = Daemon(), Counters()
     daemon.counters.add("requests", 1000)
     daemon.counters.add("hit_tokens", 64, tier="host")
@@ -72,7 +72,7 @@ def test_a_daemon_that_once_did_not_answer_is_not_counted_again(sampled: Callabl
     assert sampled(daemon, own) == {"requests": {"": 2}}
 
 
-def test_before_a_daemon_answers_there_is_only_our_own(sampled: Callable[..., Any]) -> None:
+def test_own_counters_are_reported_without_the_daemon(sampled: Callable[..., Any]) -> None:
     daemon, own = Daemon(), Counters()
     daemon.away = True
     own.add("declined", reason="failed")
@@ -82,7 +82,7 @@ def test_before_a_daemon_answers_there_is_only_our_own(sampled: Callable[..., An
     assert sampled(daemon, own) == {"requests": {"": 3}}
 
 
-def test_another_daemon_counts_from_nought(sampled: Callable[..., Any]) -> None:
+def test_a_new_daemons_counters_start_at_zero(sampled: Callable[..., Any]) -> None:
     daemon, own = Daemon(), Counters()
     daemon.counters.add("requests", 1000)
     sampled(daemon, own)

@@ -25,7 +25,7 @@ class Clock:
         return self.now
 
 
-def test_steps_of_prompts_are_told_and_others_not() -> None:
+def test_only_prefill_steps_are_reported() -> None:
     clock, bound = Clock(), Told()
     steps, mine = StepTimer(clock), bound
     cache_request: Any = mine
@@ -38,7 +38,7 @@ def test_steps_of_prompts_are_told_and_others_not() -> None:
     assert bound.heard == [(520, 2.0), (64, pytest.approx(0.5))]
 
 
-def test_where_steps_overlap_one_begins_when_the_one_before_ends() -> None:
+def test_overlapping_steps_start_at_the_previous_end() -> None:
     clock, bound = Clock(), Told()
     steps: StepTimer = StepTimer(clock)
     cache_request: Any = bound
@@ -52,7 +52,7 @@ def test_where_steps_overlap_one_begins_when_the_one_before_ends() -> None:
     assert bound.heard == [(100, 1.5)] * 3
 
 
-def test_each_namespace_whose_prompt_is_in_a_step_hears_of_it_once() -> None:
+def test_a_step_is_reported_once_per_namespace() -> None:
     clock, one, other = Clock(), Told(), Told()
     steps = StepTimer(clock)
     for bound in (one, other, one, None):
@@ -76,7 +76,7 @@ def test_each_namespace_whose_prompt_is_in_a_step_hears_of_it_once() -> None:
         (5, 5, {}),
     ],
 )
-def test_what_of_a_hit_came_from_where(first: int, end: int, expected: dict[str, int]) -> None:
+def test_a_hit_is_split_by_tier(first: int, end: int, expected: dict[str, int]) -> None:
     found = tokens_by_tier({"host": 4, "nvme": 4, "redis": 2}, first, end, 16)
     assert found == expected
     assert sum(found.values()) == (end - first) * 16

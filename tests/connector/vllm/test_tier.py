@@ -129,7 +129,7 @@ def keep(manager: Manager, prompt: int, length: int) -> JobResult:
     return result
 
 
-def test_a_model_that_nothing_identifies_is_not_kept(make: Make, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_unidentified_model_is_not_stored(make: Make, caplog: pytest.LogCaptureFixture) -> None:
     manager = make(NaiveCache(), tenant="default")
     assert not keep(manager, 1, 5).success
     assert "give `revision`" in caplog.text
@@ -137,7 +137,7 @@ def test_a_model_that_nothing_identifies_is_not_kept(make: Make, caplog: pytest.
     assert [manager.look("r", key) for key in keys] == [Found.MISS] * 5
 
 
-def test_what_was_stored_comes_back_to_other_chunks(make: Make) -> None:
+def test_stored_blocks_load_into_other_chunks(make: Make) -> None:
     manager = make(NaiveCache())
     assert keep(manager, 1, 5).success
     keys = manager.begin("r", 1, 6)
@@ -148,7 +148,7 @@ def test_what_was_stored_comes_back_to_other_chunks(make: Make) -> None:
     manager.tier.shutdown()
 
 
-def test_what_did_not_come_is_not_promised_to_that_request_again(make: Make) -> None:
+def test_a_failed_load_is_not_promised_again(make: Make) -> None:
     """vLLM asks once more after a failed load: the same answer would be the same failure."""
     cache = FaultyCache()
     manager = make(cache)
@@ -167,7 +167,7 @@ def test_what_did_not_come_is_not_promised_to_that_request_again(make: Make) -> 
 
 
 @pytest.mark.parametrize("seed", range(10))
-def test_whatever_raises_every_job_ends_and_nothing_wrong_comes(make: Make, seed: int) -> None:
+def test_every_job_ends_without_wrong_bytes_on_errors(make: Make, seed: int) -> None:
     rng = random.Random(seed)
     part = [rng.choice([0.05, 0.2, 0.5])]
     manager = make(RaisingProxy(NaiveCache(), lambda _: rng.random() < part[0]))

@@ -72,7 +72,7 @@ def step(scheduling: Any, asked: Any) -> Any:
         ("broken", "ZeroDivisionError", "failed"),
     ],
 )
-def test_a_namespace_that_is_refused_is_a_miss(
+def test_a_refused_namespace_is_a_miss(
     scheduling: Any, tenant: str, kind: str, reason: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     for i in range(3):
@@ -83,16 +83,14 @@ def test_a_namespace_that_is_refused_is_a_miss(
 
 
 @pytest.mark.parametrize("ttl", [0, 0.0, -1, 1e300, float("nan"), float("inf")])
-def test_a_ttl_that_is_no_time_to_come_is_ignored_and_said(
-    scheduling: Any, ttl: float, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_an_invalid_ttl_is_logged_and_ignored(scheduling: Any, ttl: float, caplog: pytest.LogCaptureFixture) -> None:
     (move,) = step(scheduling, request("r", ttl=ttl)).stores
     assert move.ttl_s is None
     assert "kvcache.ttl" in caplog.text
     assert counts(scheduling) == {}
 
 
-def test_digests_that_cannot_be_made_stop_no_request(scheduling: Any) -> None:
+def test_failed_digests_fail_no_request(scheduling: Any) -> None:
     for request_options in ({}, {"skip_load": True}):
         bad = request("r", **request_options)
         bad.block_hashes = None
@@ -100,7 +98,7 @@ def test_digests_that_cannot_be_made_stop_no_request(scheduling: Any) -> None:
     assert counts(scheduling) == {"failed": 2}
 
 
-def test_a_request_is_counted_once_however_often_it_is_asked_about(scheduling: Any, tmp_path: Path) -> None:
+def test_an_uncached_request_is_counted_once(scheduling: Any, tmp_path: Path) -> None:
     lost = SimpleNamespace(lora_name="lost", lora_path=str(tmp_path / "lost"))
     for name, more in {
         "r": {"resumable": True},
@@ -124,7 +122,7 @@ def test_the_log_says_more_than_the_label(scheduling: Any, caplog: pytest.LogCap
     assert meaning("declined", "reason", "streamed input") in record.getMessage()
 
 
-def test_what_comes_before_the_ranks_have_spoken_is_counted(scheduling: Any) -> None:
+def test_requests_before_registration_are_counted(scheduling: Any) -> None:
     model, scheduling._model = scheduling._model, None
     asked = request("r")
     assert scheduling.match_tokens(asked, 0) == (0, False)
@@ -135,7 +133,7 @@ def test_what_comes_before_the_ranks_have_spoken_is_counted(scheduling: Any) -> 
     assert counts(scheduling) == {"starting": 1}
 
 
-def test_what_is_admitted_while_the_daemon_is_away_is_counted(scheduling: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_requests_without_a_daemon_are_counted(scheduling: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as away:
         away.setattr(NaiveRequest, "match", lambda *_, **__: Hit(tokens=0, blocks=0, reason=UNREACHABLE))
         for name in ("r", "s"):
@@ -161,7 +159,7 @@ def broken(*_: Any) -> None:
     raise ZeroDivisionError("ours")
 
 
-def test_a_request_that_loaded_a_hit_and_whose_store_fails_was_cached(
+def test_a_hit_whose_store_fails_counts_as_cached(
     filled: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     scheduling = filled
@@ -189,23 +187,21 @@ def test_a_hit_that_cannot_be_reported_is_released(filled: Any, monkeypatch: pyt
     assert counts(filled) == {"failed": 1}
 
 
-def test_an_engine_that_is_off_says_so_of_each_request(scheduling: Any) -> None:
+def test_a_disabled_engine_counts_each_request(scheduling: Any) -> None:
     scheduling.disabled_reason = "a reason"
     for i in range(3):
         assert step(scheduling, request(f"r{i}")).stores == []
     assert counts(scheduling) == {"off": 3}
 
 
-def test_tenants_that_callers_make_up_fill_no_memory_and_no_log(
-    scheduling: Any, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_invented_tenants_fill_neither_memory_nor_log(scheduling: Any, caplog: pytest.LogCaptureFixture) -> None:
     for i in range(1500):
         step(scheduling, request(f"r{i}", tenant=f"t{i}", ttl=-1 - i))
     assert len(scheduling._bound) <= 1024
     assert len(caplog.records) <= 300
 
 
-def test_the_oldest_namespace_leaves_first_and_is_not_reported() -> None:
+def test_the_oldest_namespace_is_dropped_unreported() -> None:
     class Heard:
         def __init__(self) -> None:
             self.bounds: list[Any] = []
@@ -227,6 +223,6 @@ def test_the_oldest_namespace_leaves_first_and_is_not_reported() -> None:
 
 
 @given(st.dictionaries(st.sampled_from(["ttl", "tenant", "max_load_tokens", "skip_load"]), st.floats() | st.integers()))
-def test_whatever_is_wished_what_is_left_can_be_asked_for(request_options: dict[str, Any]) -> None:
+def test_accepted_request_options_have_valid_ttls(request_options: dict[str, Any]) -> None:
     found, _ = RequestOptions.of({f"kvcache.{name}": value for name, value in request_options.items()})
     assert check_ttl(found.ttl) == found.ttl

@@ -33,12 +33,12 @@ def test_context_parallel_is_refused_with_the_reason(name: str) -> None:
 @pytest.mark.parametrize(
     ("method", "reason"), [("ngram", ""), ("suffix", ""), ("eagle3", "'eagle3'"), ("draft_model", "'draft_model'")]
 )
-def test_drafts_with_keys_of_their_own_go_by_uncached(method: str, reason: str) -> None:
+def test_draft_models_run_uncached(method: str, reason: str) -> None:
     said = uncached_reason(config(speculative_config=SimpleNamespace(method=method)))
     assert (reason in said) if reason else said == ""
 
 
-def test_scales_that_do_not_travel_and_latents_that_cannot_go_on() -> None:
+def test_unstored_scales_and_cpu_latents_are_refused() -> None:
     assert uncached_reason(config()) == ""
     assert "calculate_kv_scales" in uncached_reason(config(cache_config=SimpleNamespace(calculate_kv_scales=True)))
     latents = SimpleNamespace(use_mla=True)

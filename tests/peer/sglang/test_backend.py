@@ -72,7 +72,7 @@ def transfer(name: str, keys: list[str], places: torch.Tensor | None = None, pol
     return PoolTransfer(name=PoolName(name), keys=keys, host_indices=places, hit_policy=PoolHitPolicy(policy))
 
 
-def test_a_page_is_there_only_with_all_its_pools(tmp_path: Path) -> None:
+def test_a_page_is_a_hit_only_with_all_its_pools(tmp_path: Path) -> None:
     anchor, indexer = MHATokenToKVPoolHost("page_first", pages=16), MHATokenToKVPoolHost("page_first", pages=16, dim=4)
     anchor.fill(1)
     indexer.fill(2)
@@ -91,7 +91,7 @@ def test_a_page_is_there_only_with_all_its_pools(tmp_path: Path) -> None:
     store.close()
 
 
-def test_the_last_pages_of_a_window_or_a_state(tmp_path: Path) -> None:
+def test_only_the_last_pages_of_a_window_or_state_are_needed(tmp_path: Path) -> None:
     """Their pages are kept where SGLang put them, with holes between."""
     anchor, swa, mamba = (
         MHATokenToKVPoolHost("page_first", pages=16),
@@ -118,7 +118,7 @@ def test_the_last_pages_of_a_window_or_a_state(tmp_path: Path) -> None:
     store.close()
 
 
-def test_an_anchor_that_only_counts(tmp_path: Path) -> None:
+def test_a_logical_anchor_pool_is_accepted(tmp_path: Path) -> None:
     """DeepSeek-V4's first pool has no memory: its pages are there where the others have them."""
     store, keys = backend(tmp_path, LogicalPoolHost(), {"indexer": MHATokenToKVPoolHost("page_first")}), chain(4)
     assert store.batch_set_v1(keys, at(0, 1, 2, 3)) == [True] * 4
@@ -128,7 +128,7 @@ def test_an_anchor_that_only_counts(tmp_path: Path) -> None:
     store.close()
 
 
-def test_ranks_of_a_latent_share_what_the_first_wrote(tmp_path: Path) -> None:
+def test_ranks_of_an_mla_model_share_the_first_ranks_pages(tmp_path: Path) -> None:
     """Only the first rank writes, as SGLang has it; each reads the same shard."""
     pool, keys = MLATokenToKVPoolHost("page_first"), chain(4)
     pool.fill(3)
@@ -143,7 +143,7 @@ def test_ranks_of_a_latent_share_what_the_first_wrote(tmp_path: Path) -> None:
     reader.close()
 
 
-def test_flat_pages(tmp_path: Path) -> None:
+def test_flat_pages_round_trip(tmp_path: Path) -> None:
     pool, keys = MHATokenToKVPoolHost("layer_first"), chain(3)
     pool.fill(4)
     store = backend(tmp_path, pool)
@@ -162,7 +162,7 @@ def test_flat_pages(tmp_path: Path) -> None:
     store.close()
 
 
-def test_what_moved_is_told_once(tmp_path: Path) -> None:
+def test_moved_pages_are_reported_once(tmp_path: Path) -> None:
     pool, keys = MHATokenToKVPoolHost("page_first"), chain(4)
     store = backend(tmp_path, pool)
     store.batch_set_v1(keys, at(0, 1, 2, 3))
@@ -177,7 +177,7 @@ def test_what_moved_is_told_once(tmp_path: Path) -> None:
     quiet.close()
 
 
-def test_a_pool_that_no_other_engine_can_read_is_not_shared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_pool_unreadable_by_other_engines_is_not_shared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny_model.make(tmp_path / "model")
     monkeypatch.setattr("kvcache.connector.sglang.storage._ServerArguments", lambda: SimpleNamespace(model_path=model))
     shared = {"share_across_engines": True}
@@ -197,7 +197,7 @@ def test_flat_pages_of_a_pool_of_pieces_are_refused(tmp_path: Path) -> None:
     direct.close()
 
 
-def test_a_pool_that_is_not_registered_has_nothing(tmp_path: Path) -> None:
+def test_an_unregistered_pool_is_a_miss(tmp_path: Path) -> None:
     store, keys = backend(tmp_path, MHATokenToKVPoolHost("page_first")), chain(3)
     assert store.batch_set_v1(keys, at(0, 1, 2)) == [True] * 3
     assert store.batch_exists_v2(keys, [transfer("draft", keys)]).kv_hit_pages == 0

@@ -44,7 +44,9 @@ def in_time(work: Callable[[], Any]) -> Any:
 
 @everything
 @pytest.mark.parametrize("method", [*METHODS, *OF_A_CACHE])
-def test_the_backend(method: str, fault: str, injector: FaultInjector, tmp_path: Path) -> None:
+def test_backend_calls_over_a_faulty_cache_end_in_time(
+    method: str, fault: str, injector: FaultInjector, tmp_path: Path
+) -> None:
     anchor, side = MHATokenToKVPoolHost("page_first", pages=16), MHATokenToKVPoolHost("page_first", pages=16, dim=4)
     anchor.fill(1)
     side.fill(2)
@@ -76,7 +78,9 @@ def test_the_backend(method: str, fault: str, injector: FaultInjector, tmp_path:
 
 @everything
 @pytest.mark.parametrize("method", [*METHODS, *OF_A_CACHE])
-def test_the_linker(method: str, fault: str, injector: FaultInjector, tmp_path: Path) -> None:
+def test_linker_calls_over_a_faulty_cache_end_in_time(
+    method: str, fault: str, injector: FaultInjector, tmp_path: Path
+) -> None:
     """An error to SGLang's requests remains only where a load of held pages fails that had begun: SGLang has no other
     answer for it."""
     bench, keys = Bench(tmp_path, deadline_s=0.05), chain(6)
@@ -116,7 +120,7 @@ def test_the_linker(method: str, fault: str, injector: FaultInjector, tmp_path: 
     in_time(linker.close)
 
 
-def test_a_reset_forgets_what_cannot_be_stored(injector: FaultInjector, tmp_path: Path) -> None:
+def test_a_reset_drops_stores_that_cannot_end(injector: FaultInjector, tmp_path: Path) -> None:
     """Stores that never end: SGLang's scheduler waits for what is under fault, and receives nothing afterwards."""
     bench = Bench(tmp_path, deadline_s=0.3)
     injector.method, injector.fault = "wait", "never"
@@ -133,7 +137,7 @@ def test_a_reset_forgets_what_cannot_be_stored(injector: FaultInjector, tmp_path
     assert time.monotonic() - begun < 60, "nothing is left to wait for"
 
 
-def test_without_a_thread_the_scheduler_loads(
+def test_the_scheduler_loads_if_no_thread_starts(
     injector: FaultInjector, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bench, keys = Bench(tmp_path), chain(4)

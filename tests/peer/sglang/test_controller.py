@@ -36,7 +36,7 @@ def equal(left: Any, right: Any) -> bool:
 
 @pytest.mark.parametrize("v1", [0, 1], ids=["v0", "v1"])
 @pytest.mark.parametrize(("layout", "io"), LAYOUTS, ids=[" ".join(pair) for pair in LAYOUTS])
-def test_what_comes_back_after_a_restart_is_what_was_computed(layout: str, io: str, v1: int, tmp_path: Path) -> None:
+def test_pages_after_a_restart_equal_the_computed_ones(layout: str, io: str, v1: int, tmp_path: Path) -> None:
     first = HiCacheStack(tmp_path, layout=layout, io=io, v1=v1)
     computed = first.compute(PROMPT)
     first.stored(40)
@@ -51,7 +51,7 @@ def test_what_comes_back_after_a_restart_is_what_was_computed(layout: str, io: s
 
 @pytest.mark.parametrize("kind", ["mla", "swa"])
 @pytest.mark.parametrize(("layout", "io"), LAYOUTS, ids=[" ".join(pair) for pair in LAYOUTS])
-def test_models_with_other_pools(kind: str, layout: str, io: str, tmp_path: Path) -> None:
+def test_models_with_other_pools_round_trip(kind: str, layout: str, io: str, tmp_path: Path) -> None:
     """A latent; windows, whose pages are a side pool of their own (v2)."""
     if kind == "mla" and layout == "page_head":
         pytest.skip("SGLang itself has no page_head for a latent")
@@ -66,7 +66,7 @@ def test_models_with_other_pools(kind: str, layout: str, io: str, tmp_path: Path
     second.close()
 
 
-def test_an_indexer_comes_back_with_its_keys(tmp_path: Path) -> None:
+def test_an_indexer_is_restored_with_its_keys(tmp_path: Path) -> None:
     """DSA: a side pool of which every page is needed."""
     size = SIZES["dsa"]
     whole = PROMPT[: 8 * size]
@@ -87,12 +87,12 @@ def test_an_indexer_comes_back_with_its_keys(tmp_path: Path) -> None:
     second.close()
 
 
-def test_an_indexer_that_does_not_tell_its_pages_is_refused(tmp_path: Path) -> None:
+def test_an_indexer_without_page_metadata_is_refused(tmp_path: Path) -> None:
     with pytest.raises(LayoutError, match="page_first_direct"):
         HiCacheStack(tmp_path, kind="dsa", layout="layer_first")
 
 
-def test_a_state_comes_back_with_its_prefix(tmp_path: Path) -> None:
+def test_a_state_is_restored_with_its_prefix(tmp_path: Path) -> None:
     """Mamba: a side pool of which only the end of the prefix is needed."""
     first = HiCacheStack(tmp_path, kind="mamba")
     computed = first.compute(PROMPT)
@@ -107,7 +107,7 @@ def test_a_state_comes_back_with_its_prefix(tmp_path: Path) -> None:
     second.close()
 
 
-def test_the_head_of_each_call_is_known_where_sglang_tells_it(tmp_path: Path) -> None:
+def test_a_calls_head_is_known_if_sglang_passes_its_keys(tmp_path: Path) -> None:
     told = {"hicache_storage_pass_prefix_keys": True}
     first = HiCacheStack(tmp_path, extra=told)
     computed = first.compute(PROMPT)
@@ -125,7 +125,7 @@ def test_the_head_of_each_call_is_known_where_sglang_tells_it(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("policy", ["write_through", "write_through_selective"])
-def test_write_policies(policy: str, tmp_path: Path) -> None:
+def test_each_write_policy_stores_pages(policy: str, tmp_path: Path) -> None:
     first = HiCacheStack(tmp_path, policy=policy)
     first.compute(PROMPT)
     for _ in range(2):
@@ -138,7 +138,7 @@ def test_write_policies(policy: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "other", [{"revision": "2"}, {"tenant": "other"}, {"cache_salt": "x"}], ids=lambda o: next(iter(o))
 )
-def test_the_same_tokens_under_other_weights_are_not_there(other: dict[str, Any], tmp_path: Path) -> None:
+def test_other_weights_are_a_miss(other: dict[str, Any], tmp_path: Path) -> None:
     first = HiCacheStack(tmp_path)
     first.compute(PROMPT)
     first.stored(40)
@@ -148,7 +148,7 @@ def test_the_same_tokens_under_other_weights_are_not_there(other: dict[str, Any]
     second.close()
 
 
-def test_another_type_is_not_there(tmp_path: Path) -> None:
+def test_another_dtype_is_a_miss(tmp_path: Path) -> None:
     first = HiCacheStack(tmp_path)
     first.compute(PROMPT)
     first.stored(40)
@@ -159,7 +159,7 @@ def test_another_type_is_not_there(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("layouts", [("page_first", "kernel"), ("layer_first", "direct"), ("page_head", "kernel")])
-def test_layouts_share_in_the_order_that_engines_share(layouts: tuple[str, str], tmp_path: Path) -> None:
+def test_pool_layouts_share_pages(layouts: tuple[str, str], tmp_path: Path) -> None:
     layout, io = layouts
     model = tiny_model.make(tmp_path / "model")  # what engines share by names its configuration
     first = HiCacheStack(tmp_path, ours={"share_across_engines": True}, model=model)
@@ -193,7 +193,7 @@ def test_a_damaged_record_ends_the_prefix(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("v1", [0, 1], ids=["v0", "v1"])
-def test_sglangs_own_faults(v1: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_faults_injected_by_sglang_are_survived(v1: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Half of all calls fail: whatever is there afterwards is right, and nothing is raised."""
     monkeypatch.setenv("SGLANG_TEST_HICACHE_BACKEND_RANDOM_FAILURE", "0.5")
     first = HiCacheStack(tmp_path, v1=v1)
@@ -210,7 +210,7 @@ def test_sglangs_own_faults(v1: int, tmp_path: Path, monkeypatch: pytest.MonkeyP
     second.close()
 
 
-def test_many_prompts_at_once(tmp_path: Path) -> None:
+def test_concurrent_prompts_get_their_own_pages(tmp_path: Path) -> None:
     """SGLang's two threads and ours: a backup and a prefetch under way together."""
     from array import array
 
@@ -233,7 +233,7 @@ def test_many_prompts_at_once(tmp_path: Path) -> None:
     second.close()
 
 
-def test_clearing_and_attaching_while_it_runs(tmp_path: Path) -> None:
+def test_clear_and_attach_work_at_run_time(tmp_path: Path) -> None:
     stack = HiCacheStack(tmp_path)
     stack.compute(PROMPT)
     stack.stored(40)
@@ -265,7 +265,7 @@ def drive(monkeypatch: pytest.MonkeyPatch) -> FaultyDisk:
     return made
 
 
-def test_a_hung_drive_neither_holds_requests_nor_sglangs_threads(drive: FaultyDisk, tmp_path: Path) -> None:
+def test_a_hung_drive_blocks_neither_requests_nor_threads(drive: FaultyDisk, tmp_path: Path) -> None:
     hasty = {"deadline_s": 0.5}
     first = HiCacheStack(tmp_path, ours=hasty)
     computed = first.compute(PROMPT)
@@ -286,7 +286,7 @@ def test_a_hung_drive_neither_holds_requests_nor_sglangs_threads(drive: FaultyDi
     second.close()
 
 
-def test_a_full_drive_is_not_sglangs_trouble(drive: FaultyDisk, tmp_path: Path) -> None:
+def test_a_full_drive_fails_no_request(drive: FaultyDisk, tmp_path: Path) -> None:
     stack = HiCacheStack(tmp_path)
     drive.error = errno.ENOSPC
     computed = stack.compute(PROMPT)

@@ -95,7 +95,7 @@ def bench(tmp_path: Path) -> Iterator[Bench]:
     made.linker.close()
 
 
-def test_what_was_offloaded_is_loaded_elsewhere(bench: Bench) -> None:
+def test_offloaded_pages_load_into_other_pages(bench: Bench) -> None:
     bench.fill(1)
     keys, there = chain(9), list(range(1, 10))
     before = [bench.page(page) for page in there]
@@ -113,7 +113,7 @@ def test_what_was_offloaded_is_loaded_elsewhere(bench: Bench) -> None:
     assert bench.linker.start_layer_wise_loading() == -1
 
 
-def test_what_lies_on_the_drive_is_promised_at_a_later_lookup(tmp_path: Path) -> None:
+def test_pages_on_the_drive_are_leased_at_a_later_lookup(tmp_path: Path) -> None:
     first, keys = Bench(tmp_path), chain(20)
     first.fill(3)
     pages = [first.page(page) for page in range(1, 21)]
@@ -130,7 +130,7 @@ def test_what_lies_on_the_drive_is_promised_at_a_later_lookup(tmp_path: Path) ->
     second.linker.close()
 
 
-def test_a_drive_that_cannot_be_read_is_never_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unreadable_drive_is_a_miss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from kvcache import os_env as port
 
     first, keys = Bench(tmp_path), chain(20)
@@ -153,7 +153,7 @@ def test_a_drive_that_cannot_be_read_is_never_an_error(tmp_path: Path, monkeypat
     second.linker.close()
 
 
-def test_a_request_that_never_loads_gives_its_pages_back(bench: Bench) -> None:
+def test_a_request_that_never_loads_releases_its_lease(bench: Bench) -> None:
     from kvcache.connector.sglang import lookup_leases as promises
 
     bench.fill(5)
@@ -170,7 +170,7 @@ def test_a_request_that_never_loads_gives_its_pages_back(bench: Bench) -> None:
     assert bench.linker.cache.stats()["tiers"]["host"]["held_bytes"] == 0
 
 
-def test_what_is_gone_by_the_load_is_refused(tmp_path: Path) -> None:
+def test_a_load_of_lost_pages_is_refused(tmp_path: Path) -> None:
     bench = Bench(tmp_path)
     bench.fill(6)
     keys = chain(4)
@@ -183,7 +183,7 @@ def test_what_is_gone_by_the_load_is_refused(tmp_path: Path) -> None:
     bench.linker.close()
 
 
-def test_what_it_cannot_serve_is_refused_at_start(tmp_path: Path) -> None:
+def test_an_unsupported_server_is_refused_at_start(tmp_path: Path) -> None:
     from sglang.srt.mem_cache.unified_cache.components import ComponentType
 
     from kvcache.connector.sglang import KVCacheLinker

@@ -55,7 +55,7 @@ def load(linker: Any, transfers: list[Any]) -> bool:
     return bool(linker.finish_layer_wise_loading(linker.start_layer_wise_loading()))
 
 
-def test_an_indexer_comes_with_its_keys(tmp_path: Path) -> None:
+def test_an_indexer_is_loaded_with_its_keys(tmp_path: Path) -> None:
     pools = make("dsa", torch.bfloat16)
     latents, indexer = pools.kv.kv_buffer, pools.kv.index_k_with_scale_buffer
     fill([*latents, *indexer])
@@ -76,7 +76,7 @@ def test_an_indexer_comes_with_its_keys(tmp_path: Path) -> None:
     linker.close()
 
 
-def test_a_state_stands_at_the_end_of_what_it_was_computed_from(tmp_path: Path) -> None:
+def test_a_state_is_loaded_at_the_end_of_its_prefix(tmp_path: Path) -> None:
     pools = make("mamba", torch.bfloat16)
     cache = pools.requests.mamba_pool.mamba_cache
     states = [*cache.conv, cache.temporal]  # (layer, slot, ...)
@@ -118,14 +118,14 @@ def test_a_state_stands_at_the_end_of_what_it_was_computed_from(tmp_path: Path) 
     ],
     ids=["states and keys", "drafts", "windows and drafts"],
 )
-def test_what_sglang_does_not_describe_is_refused(kind: str, drafts: Any, why: str, tmp_path: Path) -> None:
+def test_an_undescribed_pool_is_refused(kind: str, drafts: Any, why: str, tmp_path: Path) -> None:
     pools = make(kind, torch.bfloat16)
     params = replace(params_of(pools), sidecar_draft_device_pools=drafts)
     with pytest.raises(ConfigError, match=rf"{why}.*use the storage backend"):
         make_linker(tmp_path, pools, params=params)
 
 
-def test_scales_beside_the_keys_are_refused(tmp_path: Path) -> None:
+def test_separate_scales_are_refused(tmp_path: Path) -> None:
     pools = make("mha", torch.bfloat16)
     pools.kv.k_scale_buffer = [torch.zeros(1)]
     with pytest.raises(ConfigError, match=r"scales.*use the storage backend"):

@@ -27,7 +27,7 @@ def equal(left: Any, right: Any) -> bool:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_comes_back_after_a_restart_is_what_was_computed(kind: str, tmp_path: Path) -> None:
+def test_pages_after_a_restart_equal_the_computed_ones(kind: str, tmp_path: Path) -> None:
     first = LinkerStack(tmp_path, kind)
     computed = first.compute(PROMPT)
     assert first.found(PROMPT)[0] == 0, "it is on the device"
@@ -39,7 +39,7 @@ def test_what_comes_back_after_a_restart_is_what_was_computed(kind: str, tmp_pat
     second.close()
 
 
-def test_a_window_ends_only_where_it_was_computed(tmp_path: Path) -> None:
+def test_a_window_is_a_hit_only_where_it_was_computed(tmp_path: Path) -> None:
     """A prompt that leaves another one in the middle: its keys are there so far, the window before that point is too
     only where SGLang kept it."""
     first = LinkerStack(tmp_path, "swa")
@@ -59,9 +59,7 @@ def test_a_window_ends_only_where_it_was_computed(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_drive_that_cannot_be_read_is_never_an_error(
-    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_unreadable_drive_is_a_miss(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from kvcache import os_env as port
 
     first = LinkerStack(tmp_path, kind)
@@ -92,7 +90,7 @@ def test_a_drive_that_cannot_be_read_is_never_an_error(
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_is_damaged_is_not_promised(kind: str, tmp_path: Path) -> None:
+def test_damaged_pages_are_not_leased(kind: str, tmp_path: Path) -> None:
     first = LinkerStack(tmp_path, kind)
     computed = first.compute(PROMPT)
     first.close()

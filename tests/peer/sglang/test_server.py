@@ -33,7 +33,7 @@ def test_the_first_request_after_a_restart_hits_storage(model: str, answers: lis
 
 
 @pytest.mark.parametrize(("flags", "where"), [(hicache, "storage"), (linker, "host")], ids=["storage", "linker"])
-def test_sliding_windows(flags: Any, where: str, windowed: str, tmp_path: Path) -> None:
+def test_sliding_window_models_hit_after_a_restart(flags: Any, where: str, windowed: str, tmp_path: Path) -> None:
     """Two pools: a prefix ends where the window before its end was kept as well."""
     with SGLangServer(windowed, tmp_path, *flags(**ours(tmp_path))) as first:
         computed = [first.generate(prompt) for prompt in PROMPTS]
@@ -45,7 +45,7 @@ def test_sliding_windows(flags: Any, where: str, windowed: str, tmp_path: Path) 
             assert cached[where] == 40 * PAGE, (cached, second.tail())
 
 
-def test_two_ranks_share_a_daemon_of_their_own(model: str, tmp_path: Path) -> None:
+def test_two_ranks_share_an_autostarted_daemon(model: str, tmp_path: Path) -> None:
     """Each has its heads of every page; the tokens are those of two ranks, computed and then loaded."""
     flags = ("--tp-size", "2")
     env = {"SGLANG_CPU_OMP_THREADS_BIND": "0|1", "XDG_RUNTIME_DIR": str(tmp_path)}
@@ -59,7 +59,7 @@ def test_two_ranks_share_a_daemon_of_their_own(model: str, tmp_path: Path) -> No
             assert cached["storage"] == 40 * PAGE, (cached, second.tail())
 
 
-def test_the_linker_across_a_restart(model: str, answers: list[list[int]], tmp_path: Path) -> None:
+def test_the_linker_hits_after_a_restart(model: str, answers: list[list[int]], tmp_path: Path) -> None:
     with SGLangServer(model, tmp_path, *linker(**ours(tmp_path))) as first:
         assert [first.generate(prompt)[0] for prompt in PROMPTS] == answers
     with SGLangServer(model, tmp_path, *linker(**ours(tmp_path, lookup_wait_s=4))) as second:
@@ -101,7 +101,7 @@ def test_an_operator_attaches_clears_and_detaches(model: str, answers: list[list
         all_of(0)
 
 
-def test_killed_and_then_with_faults(model: str, answers: list[list[int]], tmp_path: Path) -> None:
+def test_a_killed_server_restarts_with_faults(model: str, answers: list[list[int]], tmp_path: Path) -> None:
     """What was stored before a kill is there; half of all calls failing late changes no token."""
     first = SGLangServer(model, tmp_path, *hicache(**ours(tmp_path)), *WATCHED)
     try:

@@ -74,7 +74,7 @@ WAYS = pytest.mark.parametrize(("flags", "where"), [(hicache, "storage"), (linke
 
 
 @WAYS
-def test_a_full_disk(flags: Any, where: str, model: str, disk: Path, tmp_path: Path) -> None:
+def test_a_full_disk_changes_no_answer(flags: Any, where: str, model: str, disk: Path, tmp_path: Path) -> None:
     with SGLangServer(model, tmp_path, *flags(**small(disk, lookup_wait_s=1)), *WATCHED) as first:
         filler = fill(disk)
         answers = computed(first)
@@ -109,7 +109,7 @@ def all_there(server: SGLangServer, prompts: Sequence[Sequence[int]], answers: l
 
 @WAYS
 @pytest.mark.skipif(not redis_server.BINARY, reason=redis_server.MISSING)
-def test_a_hung_redis(flags: Any, where: str, model: str, tmp_path: Path) -> None:
+def test_a_hung_redis_changes_no_answer(flags: Any, where: str, model: str, tmp_path: Path) -> None:
     """SGLang's threads go on and can be stopped, and hits come back by themselves."""
     there = redis_server.RedisServer()
     tiers = {"redis": {"enabled": True, "url": there.tcp}, "nvme": {"enabled": False}}
@@ -138,7 +138,7 @@ def test_a_hung_redis(flags: Any, where: str, model: str, tmp_path: Path) -> Non
         there.end()
 
 
-def test_a_hung_daemon_of_two_ranks(model: str, tmp_path: Path) -> None:
+def test_a_hung_daemon_of_two_ranks_changes_no_answer(model: str, tmp_path: Path) -> None:
     flags = ("--tp-size", "2", *hicache(**ours(tmp_path, deadline_s=1.0)), *WATCHED)
     env = {"SGLANG_CPU_OMP_THREADS_BIND": "0|1", "XDG_RUNTIME_DIR": str(tmp_path)}
     with SGLangServer(model, tmp_path, *flags, env=env) as server:
@@ -156,7 +156,7 @@ def test_a_hung_daemon_of_two_ranks(model: str, tmp_path: Path) -> None:
         server.wait(lambda: all_there(server, PROMPTS, answers, "storage"))
 
 
-def test_a_linker_over_a_drive_that_lies(model: str, tmp_path: Path) -> None:
+def test_a_linker_over_a_damaged_drive_changes_no_answer(model: str, tmp_path: Path) -> None:
     """To SGLang a load that fails is an error 503: there is none, though every third record is damaged."""
     with SGLangServer(model, tmp_path, *linker(**ours(tmp_path))) as first:
         answers = computed(first)
@@ -171,7 +171,7 @@ def test_a_linker_over_a_drive_that_lies(model: str, tmp_path: Path) -> None:
         assert [second.generate(prompt)[0] for prompt in PROMPTS] == answers, "some of it stored anew"
 
 
-def test_the_linker_on_two_ranks(model: str, tmp_path: Path) -> None:
+def test_the_linker_works_on_two_ranks(model: str, tmp_path: Path) -> None:
     """Each loads its heads from the daemon that they share, after both have agreed on how much."""
     flags = ("--tp-size", "2", *linker(**ours(tmp_path, lookup_wait_s=1)), *WATCHED)
     env = {"SGLANG_CPU_OMP_THREADS_BIND": "0|1", "XDG_RUNTIME_DIR": str(tmp_path)}

@@ -51,7 +51,7 @@ def sglang(place: Path, model: str, url: str) -> HiCacheStack:
     return HiCacheStack(place, layout="page_first", io="kernel", dtype=torch.float32, ours=ours, model=model)
 
 
-def test_each_finds_what_the_other_has_computed(model: str, tmp_path: Path) -> None:
+def test_sglang_and_the_reference_engine_share_blocks(model: str, tmp_path: Path) -> None:
     whole = PROMPT[: 20 * PAGE]
     plain = answer(engine(model, None))
     ones, others = RedisServer(), RedisServer()
@@ -78,7 +78,7 @@ def test_each_finds_what_the_other_has_computed(model: str, tmp_path: Path) -> N
         others.end()
 
 
-def test_other_weights_are_apart(model: str, tmp_path: Path) -> None:
+def test_other_weights_share_nothing(model: str, tmp_path: Path) -> None:
     server = RedisServer()
     try:
         with kvcache.open(**settings(server.tcp)) as cache:
@@ -93,7 +93,7 @@ def test_other_weights_are_apart(model: str, tmp_path: Path) -> None:
         server.end()
 
 
-def test_a_server_answers_by_what_the_reference_engine_has_computed(model: str, tmp_path: Path) -> None:
+def test_a_server_hits_blocks_of_the_reference_engine(model: str, tmp_path: Path) -> None:
     redis = RedisServer()
     try:
         with kvcache.open(**settings(redis.tcp)) as cache:

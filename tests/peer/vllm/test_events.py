@@ -21,7 +21,7 @@ def published() -> dict[str, Any]:
 
 
 @pytest.mark.skipif(bool(MISSING), reason=MISSING)
-def test_a_server_that_engines_share_is_told_by_vllms_own_publisher(run: Run) -> None:
+def test_vllm_publishes_events_of_a_shared_tier(run: Run) -> None:
     server, told = RedisServer("--maxmemory", "512mb"), published()
     options = cache(Path("unused"))
     options["settings"] |= {"nvme": {"enabled": False}, "redis": {"enabled": True, "url": server.tcp}}
@@ -56,7 +56,7 @@ def of_medium(events: list[dict[str, Any]], kind: str, medium: str) -> list[dict
 
 
 @pytest.mark.parametrize("model", ["tiny-llama", "tiny-gemma3"])
-def test_host_and_drive_are_told_by_vllms_own_publisher(run: Run, tmp_path: Path, model: str) -> None:
+def test_vllm_publishes_events_of_host_and_drive(run: Run, tmp_path: Path, model: str) -> None:
     options = cache(tmp_path / "nvme")
     options["settings"]["host"]["capacity_bytes"] = "8MiB"  # one prompt more than that, so that some leave
     others = [ask(ids(700, seed)) for seed in range(3, 9)]

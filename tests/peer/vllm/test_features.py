@@ -27,7 +27,7 @@ def adapter(place: Path, seed: int) -> Path:
     return place
 
 
-def test_adapters_are_kept_apart_and_new_weights_are_another_adapter(run: Run, tmp_path: Path) -> None:
+def test_adapters_share_nothing_with_other_weights(run: Run, tmp_path: Path) -> None:
     one, two = adapter(tmp_path / "one", 1), adapter(tmp_path / "two", 2)
     changed = adapter(tmp_path / "changed", 3)
     rounds = [
@@ -50,7 +50,7 @@ def test_adapters_are_kept_apart_and_new_weights_are_another_adapter(run: Run, t
 
 
 @pytest.mark.parametrize("load", ["async", "sync"])
-def test_speculation_by_what_the_prompt_has(run: Run, uncached: Run, tmp_path: Path, load: str) -> None:
+def test_ngram_speculation_gives_the_same_answers(run: Run, uncached: Run, tmp_path: Path, load: str) -> None:
     """n-gram: no draft model, so that there is nothing beside the blocks. An answer that repeats is guessed right."""
     repeated = ids(60, 5) * 8
     speculation = {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3}}
@@ -61,7 +61,7 @@ def test_speculation_by_what_the_prompt_has(run: Run, uncached: Run, tmp_path: P
     assert result["rounds"][2]["cached"] == [480 if load == "async" else 448, 672]
 
 
-def test_speculation_by_a_draft_model_goes_by_uncached(run: Run, uncached: Run, models: Path, tmp_path: Path) -> None:
+def test_draft_model_speculation_runs_uncached(run: Run, uncached: Run, models: Path, tmp_path: Path) -> None:
     draft = {"method": "draft_model", "model": str(models / "tiny-llama"), "num_speculative_tokens": 2}
     speculation = {"speculative_config": draft}
     plain = uncached([ask(A)] * 2, llm=speculation)
@@ -73,7 +73,7 @@ def test_speculation_by_a_draft_model_goes_by_uncached(run: Run, uncached: Run, 
     assert "speculation by 'draft_model'" in result["log"]
 
 
-def test_beside_another_connector(run: Run, uncached: Run, tmp_path: Path) -> None:
+def test_multi_connector_gives_the_same_answers(run: Run, uncached: Run, tmp_path: Path) -> None:
     """As a child of MultiConnector: what either has is found, and both keep what is computed."""
 
     def both(nvme: Path, files: Path) -> dict[str, Any]:

@@ -20,7 +20,7 @@ def tokens(result: dict) -> list:
 
 @pytest.mark.parametrize("load", ["async", "sync", "layers"])
 @pytest.mark.parametrize("model", ["tiny-llama", "tiny-qwen2", "tiny-qwen3", "tiny-gemma3"])
-def test_a_second_process_computes_less_and_answers_the_same(
+def test_a_second_process_hits_and_answers_the_same(
     run: Run, uncached: Run, tmp_path: Path, model: str, load: str
 ) -> None:
     plain = uncached(ROUNDS, model=model)
@@ -42,9 +42,7 @@ def test_a_second_process_computes_less_and_answers_the_same(
 
 @pytest.mark.skipif(not (MODELS / "smollm2").exists(), reason="no SmolLM2 here: benchmarks/vllm_ttft.py makes it once")
 @pytest.mark.parametrize("prefix_caching", [False, True])
-def test_a_model_with_weights_that_mean_something(
-    run: Run, uncached: Run, tmp_path: Path, prefix_caching: bool
-) -> None:
+def test_a_trained_model_answers_the_same(run: Run, uncached: Run, tmp_path: Path, prefix_caching: bool) -> None:
     """SmolLM2; where vLLM has a prefix cache of its own, that is asked first."""
     job = {"model": "smollm2", "llm": {"enable_prefix_caching": prefix_caching}}
     rounds = [ask(A, tokens=24), "flush", ask(A, LONGER, tokens=24)]
@@ -56,7 +54,7 @@ def test_a_model_with_weights_that_mean_something(
     assert first["rounds"][2]["cached"] == [672, 672]
 
 
-def test_where_the_package_is_installed_its_name_is_enough(run: Run, tmp_path: Path) -> None:
+def test_the_connector_is_found_by_name_alone(run: Run, tmp_path: Path) -> None:
     """By the entry point that it declares, vLLM knows the connector without a module's path."""
     declared = (ROOT / "pyproject.toml").read_text(encoding="utf-8").partition("[project.entry-points.")[2]
     assert declared.startswith('"vllm.general_plugins"]')
@@ -71,7 +69,7 @@ def test_where_the_package_is_installed_its_name_is_enough(run: Run, tmp_path: P
     assert [r["cached"] for r in result["rounds"] if "cached" in r] == [[0], [672]]
 
 
-def test_where_vllm_cannot_continue_a_prefix_nothing_is_loaded(run: Run, uncached: Run, tmp_path: Path) -> None:
+def test_a_model_without_prefix_reuse_runs_uncached(run: Run, uncached: Run, tmp_path: Path) -> None:
     """vLLM's attention over latents on a processor without AMX computes a prompt from its first token only."""
     plain = uncached(ROUNDS, model="tiny-mla", llm={"block_size": 16})
     cached = run(ROUNDS, model="tiny-mla", llm={"block_size": 16}, connector=cache(tmp_path / "nvme"))
@@ -82,7 +80,7 @@ def test_where_vllm_cannot_continue_a_prefix_nothing_is_loaded(run: Run, uncache
 
 
 @pytest.mark.parametrize("algorithm", ["sha256", "sha256_cbor", "xxhash"])
-def test_every_algorithm_of_vllms_hashes_is_found_again(run: Run, tmp_path: Path, algorithm: str) -> None:
+def test_every_hash_algorithm_of_vllm_hits(run: Run, tmp_path: Path, algorithm: str) -> None:
     """No PYTHONHASHSEED: hashes that differ between processes are replaced by our own."""
     job = {"connector": cache(tmp_path / "nvme"), "llm": {"prefix_caching_hash_algo": algorithm}}
     env = {"PYTHONHASHSEED": ""}
@@ -91,7 +89,7 @@ def test_every_algorithm_of_vllms_hashes_is_found_again(run: Run, tmp_path: Path
     assert second["rounds"][0]["tokens"] == first["rounds"][0]["tokens"]
 
 
-def test_a_salt_and_a_tenant_keep_apart(run: Run, tmp_path: Path) -> None:
+def test_salts_and_tenants_share_nothing(run: Run, tmp_path: Path) -> None:
     rounds = [
         ask(A, salt="one"),
         ask(A, salt="one"),
@@ -105,7 +103,7 @@ def test_a_salt_and_a_tenant_keep_apart(run: Run, tmp_path: Path) -> None:
     assert len({str(r["tokens"]) for r in result["rounds"]}) == 1
 
 
-def test_options_of_a_request(run: Run, tmp_path: Path) -> None:
+def test_request_options_are_applied(run: Run, tmp_path: Path) -> None:
     rounds = [
         ask(A, params={"kvcache.skip_store": True}),
         ask(A),
@@ -118,7 +116,7 @@ def test_options_of_a_request(run: Run, tmp_path: Path) -> None:
     assert "kvcache.max_load_tokens = 'many', kvcache.unheard = 1" in result["log"]
 
 
-def test_a_reset_forgets_for_this_engine(run: Run, tmp_path: Path) -> None:
+def test_a_reset_hides_blocks_from_this_engine(run: Run, tmp_path: Path) -> None:
     rounds = [ask(A), ask(A), "reset", ask(A), ask(A), "pause", ask(A), ask(A)]
     result = run(rounds, connector=cache(tmp_path / "nvme"))
     asked = [r for r in result["rounds"] if "cached" in r]
@@ -128,7 +126,7 @@ def test_a_reset_forgets_for_this_engine(run: Run, tmp_path: Path) -> None:
     assert again["rounds"][0]["cached"] == [672]  # the weights are the same: what was stored before is good
 
 
-def test_a_trial_counts_what_would_have_been_found(run: Run, uncached: Run, tmp_path: Path) -> None:
+def test_observe_mode_counts_possible_hits(run: Run, uncached: Run, tmp_path: Path) -> None:
     plain = uncached(ROUNDS)
     result = run([*ROUNDS, "counters"], connector=cache(tmp_path / "nvme", mode="observe"))
     assert tokens(result) == tokens(plain)
@@ -140,7 +138,7 @@ def test_a_trial_counts_what_would_have_been_found(run: Run, uncached: Run, tmp_
     assert not (tmp_path / "nvme").exists()
 
 
-def test_the_plan_hears_how_long_steps_take(run: Run, tmp_path: Path) -> None:
+def test_the_load_plan_receives_step_times(run: Run, tmp_path: Path) -> None:
     """Then a hit is held against computing it, whichever is sooner here; and vLLM hears from which tier it came."""
     options = cache(tmp_path / "nvme")
     del options["settings"]["plan"]

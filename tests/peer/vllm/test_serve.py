@@ -180,7 +180,7 @@ def damage(place: Path) -> int:
     return places
 
 
-def test_the_documented_command(models: Path, tmp_path: Path) -> None:
+def test_the_documented_command_serves_hits(models: Path, tmp_path: Path) -> None:
     with served(models / "tiny-llama", tmp_path, "--no-enable-prefix-caching") as url:
         first, cached = complete(url, PROMPT)
         assert cached == 0
@@ -207,7 +207,7 @@ def test_the_documented_command(models: Path, tmp_path: Path) -> None:
         assert [cached for _, cached in by_client(url, PROMPT)] == [1280]
 
 
-def test_a_restart_and_a_drive_that_lies(models: Path, tmp_path: Path) -> None:
+def test_a_restart_over_a_damaged_drive_answers_the_same(models: Path, tmp_path: Path) -> None:
     """The documented command: what was there before is found; what does not come as it was stored is computed."""
     llama, alone = models / "tiny-llama", "--no-enable-prefix-caching"
     others = [PROMPT[:n] + ids(200, n) for n in (300, 700, 1100)]
@@ -226,7 +226,7 @@ def test_a_restart_and_a_drive_that_lies(models: Path, tmp_path: Path) -> None:
         assert [complete(url, prompt)[0] for prompt in (PROMPT, *others)] == first
 
 
-def test_two_ranks(models: Path, tmp_path: Path) -> None:
+def test_two_tensor_ranks_hit(models: Path, tmp_path: Path) -> None:
     """Each rank has its heads of a block; a prefix counts where both have theirs."""
     flags = ("--no-enable-prefix-caching", "--tensor-parallel-size", "2", "--block-size", "32")
     with served(models / "tiny-llama", tmp_path, *flags) as url:
@@ -237,7 +237,7 @@ def test_two_ranks(models: Path, tmp_path: Path) -> None:
         assert complete(url, PROMPT) == (first, 1376)
 
 
-def test_two_stages(models: Path, tmp_path: Path) -> None:
+def test_two_pipeline_stages_hit(models: Path, tmp_path: Path) -> None:
     """Each stage has its layers of a block; a prefix counts where both have theirs. Not eager: vLLM 0.32 makes the room
     for what a stage receives as it warms up, which it leaves out on a processor where nothing is compiled."""
     flags = ("--no-enable-prefix-caching", "--pipeline-parallel-size", "2", "--block-size", "32", *TRACED)

@@ -37,7 +37,7 @@ def shared(server: RedisServer, **options: Any) -> dict[str, Any]:
     return options
 
 
-def test_another_process_finds_it_in_redis(run: Run, uncached: Run, server: RedisServer) -> None:
+def test_another_process_hits_in_redis(run: Run, uncached: Run, server: RedisServer) -> None:
     plain = uncached([ask(A)])
     first = run([ask(A), "flush"], connector=shared(server))
     second = run([ask(A)], connector=shared(server, lookup_s=5.0))
@@ -45,9 +45,7 @@ def test_another_process_finds_it_in_redis(run: Run, uncached: Run, server: Redi
     assert plain["rounds"][0]["tokens"] == first["rounds"][0]["tokens"] == second["rounds"][0]["tokens"]
 
 
-def test_a_server_behind_a_slow_line_is_left_alone_and_what_it_cost_is_told(
-    run: Run, uncached: Run, server: RedisServer
-) -> None:
+def test_a_redis_behind_a_slow_line_is_not_loaded_from(run: Run, uncached: Run, server: RedisServer) -> None:
     """The first load is late, and from then on a prompt is computed; by the plan's rows in vLLM's own metrics."""
     prompts = [ids(700, n) for n in range(1, 4)]
     run([ask(*prompts), "flush"], connector=shared(server))
@@ -72,7 +70,7 @@ def test_a_server_behind_a_slow_line_is_left_alone_and_what_it_cost_is_told(
     assert 0 < result["metrics"]["kvcache_plan_regret_seconds_total"] <= told["plan_regret_seconds"]
 
 
-def test_a_server_that_is_killed_fails_nothing(run: Run, uncached: Run, server: RedisServer) -> None:
+def test_a_killed_redis_fails_no_request(run: Run, uncached: Run, server: RedisServer) -> None:
     plain = uncached([preemption_prompts(), preemption_prompts()], llm={**SMALL, "num_gpu_blocks_override": 400})
     small = shared(server, lookup_s=0.2)
     small["settings"]["host"]["capacity_bytes"] = "4MiB"  # so that most is on the server
@@ -104,16 +102,14 @@ def daemon(tmp_path: Path) -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
     process.wait(60)
 
 
-def test_engines_of_a_host_share_a_daemon(run: Run, daemon: tuple[str, subprocess.Popen[bytes]]) -> None:
+def test_two_engines_share_a_daemon(run: Run, daemon: tuple[str, subprocess.Popen[bytes]]) -> None:
     first = run([ask(A), "flush"], connector={"address": daemon[0]})
     second = run([ask(A)], connector={"address": daemon[0]})
     assert second["rounds"][0]["cached"] == [672]
     assert first["rounds"][0]["tokens"] == second["rounds"][0]["tokens"]
 
 
-def test_a_daemon_that_is_killed_fails_nothing(
-    run: Run, uncached: Run, daemon: tuple[str, subprocess.Popen[bytes]]
-) -> None:
+def test_a_killed_daemon_fails_no_request(run: Run, uncached: Run, daemon: tuple[str, subprocess.Popen[bytes]]) -> None:
     plain = uncached([preemption_prompts(), preemption_prompts()], llm={**SMALL, "num_gpu_blocks_override": 400})
     rounds = [preemption_prompts(), f"kill {daemon[1].pid}", preemption_prompts(), "leaks"]
     result = run(rounds, connector={"address": daemon[0]}, llm=SMALL)

@@ -23,7 +23,9 @@ def answers(result: dict) -> list:
 )
 @pytest.mark.parametrize("prefix_caching", [False, True])
 @pytest.mark.parametrize("load", ["async", "sync", "layers"])
-def test_under_pressure(run: Run, uncached: Run, tmp_path: Path, load: str, prefix_caching: bool, faults: str) -> None:
+def test_preemption_and_faults_change_no_answer(
+    run: Run, uncached: Run, tmp_path: Path, load: str, prefix_caching: bool, faults: str
+) -> None:
     plain = uncached([*ROUNDS, *ABORTS], llm={**SMALL, "num_gpu_blocks_override": 400})
     job = {"env": {"FAULTS": faults}, "prepare": ["faults"]} if faults else {}
     result = run(
@@ -39,7 +41,7 @@ def test_under_pressure(run: Run, uncached: Run, tmp_path: Path, load: str, pref
     assert sum(result["rounds"][1]["cached"]) > 0
 
 
-def test_a_host_tier_that_holds_almost_nothing(run: Run, uncached: Run, tmp_path: Path) -> None:
+def test_a_tiny_host_tier_changes_no_answer(run: Run, uncached: Run, tmp_path: Path) -> None:
     plain = uncached(ROUNDS, llm={**SMALL, "num_gpu_blocks_override": 400})
     options = cache(tmp_path / "nvme")
     options["settings"]["host"]["capacity_bytes"] = "4MiB"

@@ -42,7 +42,7 @@ def answers(result: dict[str, Any]) -> list[Any]:
     return [r["tokens"] for r in result["rounds"] if "tokens" in r]
 
 
-def test_another_process_finds_it_on_the_drive(run: Run, uncached: Run, tmp_path: Path) -> None:
+def test_another_process_hits_on_the_drive(run: Run, uncached: Run, tmp_path: Path) -> None:
     plain = uncached([ask(A), ask(B), ask(A)])
     first = run([ask(A), ask(B), "idle", ask(A)], transfer=on_drive(tmp_path / "nvme"))
     second = run([ask(A), ask(B), ask(A)], transfer=on_drive(tmp_path / "nvme"))
@@ -51,7 +51,7 @@ def test_another_process_finds_it_on_the_drive(run: Run, uncached: Run, tmp_path
     assert [r["cached"] for r in second["rounds"]] == [[672]] * 3
 
 
-def test_what_leaves_its_host_memory_is_below(run: Run, uncached: Run, tmp_path: Path) -> None:
+def test_blocks_evicted_by_vllm_hit_in_lower_tiers(run: Run, uncached: Run, tmp_path: Path) -> None:
     """vLLM's own tier has room for one prompt and a half; an eighth of a conversation would be there."""
     others = [ask(ids(700, seed)) for seed in range(3, 7)]
     rounds = [ask(A), *others, "idle", ask(A)]
@@ -61,7 +61,7 @@ def test_what_leaves_its_host_memory_is_below(run: Run, uncached: Run, tmp_path:
     assert result["rounds"][-1]["cached"] == [672]
 
 
-def test_under_pressure_and_damage(run: Run, uncached: Run, tmp_path: Path) -> None:
+def test_preemption_and_damage_change_no_answer(run: Run, uncached: Run, tmp_path: Path) -> None:
     plain = uncached([preemption_prompts(), preemption_prompts()], llm={**SMALL, "num_gpu_blocks_override": 400})
     first = run(
         [preemption_prompts(), preemption_prompts()], transfer=on_drive(tmp_path / "nvme", chunks=64), llm=SMALL
@@ -82,7 +82,7 @@ def test_under_pressure_and_damage(run: Run, uncached: Run, tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("faults", ["7 none gone damaged full", "9 none raising"])
-def test_under_pressure_and_a_cache_that_lets_it_down(run: Run, uncached: Run, tmp_path: Path, faults: str) -> None:
+def test_preemption_and_a_faulty_cache_change_no_answer(run: Run, uncached: Run, tmp_path: Path, faults: str) -> None:
     plain = uncached([preemption_prompts(), preemption_prompts()], llm={**SMALL, "num_gpu_blocks_override": 400})
     result = run(
         [preemption_prompts(), preemption_prompts()],
@@ -96,7 +96,7 @@ def test_under_pressure_and_a_cache_that_lets_it_down(run: Run, uncached: Run, t
 
 
 @pytest.mark.skipif(bool(MISSING), reason=MISSING)
-def test_another_process_finds_it_in_redis(run: Run) -> None:
+def test_another_process_hits_in_redis(run: Run) -> None:
     server = RedisServer("--maxmemory", "512mb")
     try:
         host, redis = {"capacity_bytes": "32MiB"}, {"enabled": True, "url": server.tcp}
@@ -110,7 +110,7 @@ def test_another_process_finds_it_in_redis(run: Run) -> None:
 
 
 @pytest.mark.parametrize("store", ["directory", "moto"])
-def test_another_process_finds_it_in_an_object_store(run: Run, tmp_path: Path, store: str) -> None:
+def test_another_process_hits_in_an_object_store(run: Run, tmp_path: Path, store: str) -> None:
     if store != "directory" and s3_server.MISSING[store]:
         pytest.skip(s3_server.MISSING[store])
     server = None if store == "directory" else s3_server.S3Server(store)
@@ -132,7 +132,7 @@ def test_another_process_finds_it_in_an_object_store(run: Run, tmp_path: Path, s
     assert answers(first) == answers(second)
 
 
-def test_hashes_of_one_process_alone_are_not_kept(run: Run, tmp_path: Path) -> None:
+def test_process_local_hashes_are_not_stored(run: Run, tmp_path: Path) -> None:
     result = run(
         [ask(A), "idle", ask(A)], transfer=on_drive(tmp_path / "nvme"), llm={"prefix_caching_hash_algo": "xxhash"}
     )

@@ -28,7 +28,7 @@ for batch in batches:
 """
 
 
-def test_what_vllm_publishes_is_read_as_a_trace(tmp_path: Path) -> None:
+def test_published_events_are_read_as_a_trace(tmp_path: Path) -> None:
     assert PYTHON is not None
     done = subprocess.run([PYTHON, "-c", WRITE], capture_output=True, text=True, timeout=WATCHDOG_S, check=False)
     assert done.returncode == 0, done.stderr

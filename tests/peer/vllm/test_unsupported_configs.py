@@ -28,7 +28,7 @@ for role in KVConnectorRole:
 """
 
 
-def test_decode_context_parallelism(models: Path) -> None:
+def test_decode_context_parallelism_is_refused(models: Path) -> None:
     env = {**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
     told = subprocess.run(
         [PYTHON, "-c", MAKE, models / "tiny-mla"],

@@ -36,7 +36,7 @@ def run_other(
 
 
 @pytest.mark.parametrize("load", ["async", "sync"])
-def test_the_answers_are_the_same_and_a_second_process_hits(run_other: Run, tmp_path: Path, load: str) -> None:
+def test_a_second_process_hits_and_answers_the_same(run_other: Run, tmp_path: Path, load: str) -> None:
     plain = run_other(ROUNDS)
     first = run_other([*ROUNDS, "flush", "leaks"], connector=cache(tmp_path / "nvme", load=load))
     second = run_other(ROUNDS, connector=cache(tmp_path / "nvme", load=load))
@@ -50,7 +50,7 @@ def test_the_answers_are_the_same_and_a_second_process_hits(run_other: Run, tmp_
 
 
 @pytest.mark.parametrize("algorithm", ["sha256", "sha256_cbor", "xxhash"])
-def test_every_algorithm_is_found_again_by_another_process(run_other: Run, tmp_path: Path, algorithm: str) -> None:
+def test_every_hash_algorithm_hits_in_another_process(run_other: Run, tmp_path: Path, algorithm: str) -> None:
     """No PYTHONHASHSEED: where vLLM's hashes differ between processes, the log says so and our own are taken."""
     job = {"connector": cache(tmp_path / "nvme"), "llm": {"prefix_caching_hash_algo": algorithm}}
     first, second = (run_other([ask(A), "origin", "flush"], env={"PYTHONHASHSEED": ""}, **job) for _ in range(2))
@@ -59,9 +59,7 @@ def test_every_algorithm_is_found_again_by_another_process(run_other: Run, tmp_p
     assert first["rounds"][1]["origin"] == second["rounds"][1]["origin"]
 
 
-def test_its_own_hashes_are_taken_where_they_are_the_same_everywhere(
-    run_other: Run, other: tuple[ForkServer, str], tmp_path: Path
-) -> None:
+def test_portable_vllm_hashes_are_used_as_names(run_other: Run, other: tuple[ForkServer, str], tmp_path: Path) -> None:
     result = run_other([ask(A), "origin"], connector=cache(tmp_path / "nvme"))
     _, minor, *_ = other[1].split(".")
     assert result["rounds"][1]["origin"] == ("vllm" if int(minor) >= 30 else "chain")

@@ -30,7 +30,7 @@ BLOCK = 32
 
 
 @pytest.mark.skipif(bool(MISSING), reason=MISSING)
-def test_one_prefill_in_all(models: Path, tmp_path: Path) -> None:
+def test_each_prompt_is_prefilled_once_in_the_fleet(models: Path, tmp_path: Path) -> None:
     server = RedisServer("--maxmemory", "512mb")
     settings = {"redis": {"enabled": True, "url": server.tcp, "timeout_s": 60}, "nvme": {"enabled": False}}
     settings["flow"] = {"lookup_timeout_s": 60, "deadline_s": 60}
