@@ -53,7 +53,7 @@ def end(number: int) -> None:
     assert ended(process)
 
 
-def test_the_first_process_starts_it_and_all_find_the_same(place: Path) -> None:
+def test_the_first_process_starts_the_shared_daemon(place: Path) -> None:
     found: list[str] = []
     threads = [
         threading.Thread(target=lambda: found.append(find_or_start("engine", linger_s=4, **SMALL))) for _ in range(4)
@@ -80,7 +80,7 @@ def parents_of(number: int) -> Iterator[int]:
         yield number
 
 
-def test_it_ends_after_its_engine_and_not_with_it(place: Path) -> None:
+def test_an_autostarted_daemon_outlives_its_engine_briefly(place: Path) -> None:
     """vLLM ends with all its processes and their children: a daemon among them had no time to write what it had."""
     script = (
         "import os, kvcache\n"
@@ -103,7 +103,7 @@ def test_it_ends_after_its_engine_and_not_with_it(place: Path) -> None:
     assert ended(daemon), "the daemon outlived its engine"
 
 
-def test_settings_that_make_no_sense_start_nothing(place: Path) -> None:
+def test_invalid_settings_start_no_daemon(place: Path) -> None:
     with pytest.raises(ConfigError, match=r"host\.capacity_bytes"):
         find_or_start("engine", host={"capacity_bytes": "none"})
     with pytest.raises(StoreError, match="nvme directory /proc/nowhere"):
@@ -111,7 +111,7 @@ def test_settings_that_make_no_sense_start_nothing(place: Path) -> None:
     assert not is_listening(socket_path("engine"))
 
 
-def test_what_the_system_refuses_is_said(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_refused_process_start_is_reported(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def none_left(*_: object, **__: object) -> None:
         raise OSError(errno.EMFILE, "Too many open files")
 
@@ -124,7 +124,7 @@ def test_what_the_system_refuses_is_said(place: Path, monkeypatch: pytest.Monkey
         end(cache.connection.pid)
 
 
-def test_settings_become_variables() -> None:
+def test_settings_are_passed_as_environment_variables() -> None:
     assert settings_environment({"host": {"capacity_bytes": "8MiB"}, "nvme__enabled": False}) == {
         "KVCACHE_HOST__CAPACITY_BYTES": "8MiB",
         "KVCACHE_NVME__ENABLED": "false",
@@ -134,7 +134,7 @@ def test_settings_become_variables() -> None:
 DRIVE: dict[str, Any] = {"nvme__min_free_bytes": 0, "host": {"capacity_bytes": "8MiB"}, "control__enabled": False}
 
 
-def test_an_engine_that_is_restarted_gets_the_daemon_of_the_one_before(place: Path) -> None:
+def test_a_restarted_engine_reuses_its_daemon(place: Path) -> None:
     """It has another id, and the first daemon still has the NVMe directory that both name."""
     given = DRIVE | {"nvme__path": str(place / "nvme"), "nvme__capacity_bytes": "64MiB"}
     first = find_or_start("first", linger_s=60, **given)  # between two engines, on a machine with other work
@@ -160,7 +160,7 @@ def test_an_engine_that_is_restarted_gets_the_daemon_of_the_one_before(place: Pa
         end(daemon)
 
 
-def test_the_wait_for_another_start_is_not_ours(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_waiting_for_another_start_is_not_counted(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     true, waited = private._starting, [0.0]
 
     @contextmanager

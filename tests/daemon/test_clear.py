@@ -10,7 +10,7 @@ from pathlib import Path
 from tests.daemon.daemon_process import LAYOUT, DaemonProcess, bound_to, store
 
 
-def test_a_tenant_is_erased_while_clients_are_there(make_daemon: Callable[..., DaemonProcess], runtime: Path) -> None:
+def test_clear_erases_a_tenant_with_connected_clients(make_daemon: Callable[..., DaemonProcess], runtime: Path) -> None:
     daemon = make_daemon(nvme=True, CONTROL__ENABLED="true")
     daemon.environ["XDG_RUNTIME_DIR"] = str(runtime.parent)
     daemon.start()

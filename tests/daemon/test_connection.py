@@ -89,7 +89,7 @@ def join(floor: Floor, tmp_path: Path) -> Iterator[Make]:
 
 
 @pytest.mark.parametrize("kind", ["unix", "tls"])
-def test_what_is_kept_of_a_flood_is_bounded_and_others_have_their_turn(floor: Floor, join: Make, kind: str) -> None:
+def test_a_flood_is_bounded_and_starves_no_other_client(floor: Floor, join: Make, kind: str) -> None:
     (flooding, flood), (quiet, other) = join(kind), join("unix")
     one = pack({"op": "close", "request": 1, "n": 1})
     count = 6 * SOCKET_BUFFER_BYTES // len(one)
@@ -107,7 +107,7 @@ def test_what_is_kept_of_a_flood_is_bounded_and_others_have_their_turn(floor: Fl
 
 
 @pytest.mark.parametrize("kind", ["unix", "tls"])
-def test_the_end_of_a_flood_is_seen(floor: Floor, join: Make, kind: str) -> None:
+def test_a_flooding_clients_disconnect_is_noticed(floor: Floor, join: Make, kind: str) -> None:
     flooding, flood = join(kind)
     thread = threading.Thread(target=flood.sendall, args=(pack({"n": 1}) * 10_000,))
     thread.start()
@@ -119,7 +119,7 @@ def test_the_end_of_a_flood_is_seen(floor: Floor, join: Make, kind: str) -> None
 
 
 @pytest.mark.parametrize("kind", ["unix", "tls"])
-def test_a_long_message_behind_many_short_ones_comes_whole(floor: Floor, join: Make, kind: str) -> None:
+def test_a_long_message_behind_short_ones_is_received(floor: Floor, join: Make, kind: str) -> None:
     peer, theirs = join(kind)
     long = bytes(range(256)) * (MAX_FRAME_BYTES // 256 - 1)
     said = pack({"n": 0}) * 100 + pack({"n": long}) + pack({"n": 1}) * 100
@@ -133,7 +133,7 @@ def test_a_long_message_behind_many_short_ones_comes_whole(floor: Floor, join: M
 
 @settings(max_examples=30, deadline=None)
 @given(cuts=st.lists(st.integers(1, 300), max_size=40), count=st.integers(1, 4 * MAX_MESSAGES_PER_TURN))
-def test_messages_come_in_order_however_they_are_cut(cuts: list[int], count: int) -> None:
+def test_fragmented_messages_are_received_in_order(cuts: list[int], count: int) -> None:
     floor = Floor()
     ours, theirs = socket.socketpair()
     peer = Connection(floor.loop, ours, floor.heard, floor.gone.append)
@@ -150,7 +150,7 @@ def test_messages_come_in_order_however_they_are_cut(cuts: list[int], count: int
     floor.loop.close()
 
 
-def test_a_message_without_sense_ends_it_with_what_was_before_it_answered(floor: Floor, join: Make) -> None:
+def test_a_malformed_message_closes_after_earlier_answers(floor: Floor, join: Make) -> None:
     peer, theirs = join("unix")
     with suppress(OSError):
         theirs.sendall(pack({"n": 1}) * (2 * MAX_MESSAGES_PER_TURN) + b"\xff\xff\xff\xff" + pack({"n": 2}))
@@ -162,7 +162,7 @@ def test_a_message_without_sense_ends_it_with_what_was_before_it_answered(floor:
     "count",
     [0, 1, MAX_MESSAGES_PER_TURN, 5 * MAX_MESSAGES_PER_TURN + 1, (MAX_CATCH_UP_TURNS - 4) * MAX_MESSAGES_PER_TURN],
 )
-def test_what_has_come_is_taken_in_when_somebody_else_asks(floor: Floor, join: Make, count: int) -> None:
+def test_received_bytes_are_read_before_another_request(floor: Floor, join: Make, count: int) -> None:
     """Also where a part of it had its turn already, and what comes afterwards has its own."""
     peer, theirs = join("unix")
     theirs.sendall(pack({"n": 0}) * count + pack({"n": 1})[:-1])
@@ -182,7 +182,7 @@ def test_what_has_come_is_taken_in_when_somebody_else_asks(floor: Floor, join: M
 
 @pytest.mark.parametrize("kind", ["unix", "tls"])
 @pytest.mark.parametrize("asked", [1, 4])
-def test_who_was_caught_up_with_has_one_turn_like_anybody(floor: Floor, join: Make, kind: str, asked: int) -> None:
+def test_a_drained_client_gets_one_turn(floor: Floor, join: Make, kind: str, asked: int) -> None:
     peer, theirs = join(kind)
     part = MAX_CATCH_UP_TURNS * MAX_MESSAGES_PER_TURN
     theirs.sendall(pack({"n": 1}) * ((asked + 1) * part))
@@ -207,7 +207,7 @@ def test_who_was_caught_up_with_has_one_turn_like_anybody(floor: Floor, join: Ma
     assert floor.said[peer] == [1] * ((asked + 1) * part) + [2]
 
 
-def test_who_never_stops_talking_is_not_heard_out(floor: Floor, join: Make) -> None:
+def test_an_endless_sender_is_read_in_bounded_pieces(floor: Floor, join: Make) -> None:
     peer, theirs = join("unix")
     over = threading.Event()
 

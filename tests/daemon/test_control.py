@@ -66,7 +66,7 @@ def hung_up(connection: socket.socket) -> bool:
         return True
 
 
-def test_a_running_cache_is_found_and_says_who_it_is(cache: Any, runtime: Path) -> None:
+def test_a_running_cache_is_found_with_its_info(cache: Any, runtime: Path) -> None:
     bound = cache.namespace(LAYOUT, model="org/model", revision="r", cache_salt="of one tenant")
     (found,) = find_caches()
     assert found.path == runtime / f"{os.getpid()}-1.sock"
@@ -84,12 +84,12 @@ def test_a_running_cache_is_found_and_says_who_it_is(cache: Any, runtime: Path) 
     assert bound.layout == LAYOUT
 
 
-def test_only_its_user_may_ask(path: Path) -> None:
+def test_only_the_owner_may_connect(path: Path) -> None:
     assert path.stat().st_mode & 0o777 == 0o600
     assert path.parent.stat().st_mode & 0o777 == 0o700
 
 
-def test_it_ends_with_the_cache(runtime: Path) -> None:
+def test_the_socket_is_removed_with_the_cache(runtime: Path) -> None:
     cache = open_cache()
     (found,) = find_caches()
     cache.close()
@@ -104,7 +104,7 @@ def test_it_ends_with_the_cache(runtime: Path) -> None:
     assert list(runtime.glob("*.sock*")) == []
 
 
-def test_a_setting_turns_it_off(runtime: Path) -> None:
+def test_a_setting_disables_the_control_socket(runtime: Path) -> None:
     with closing(open_cache(control__enabled=False)):
         assert list(find_caches()) == []
 
@@ -120,7 +120,7 @@ def test_two_caches_of_one_process_have_two_addresses(cache: Any, runtime: Path)
     assert find_socket("unix:/run/x.sock") == find_socket("/run/x.sock") == Path("/run/x.sock")
 
 
-def test_statistics_and_events_are_those_of_the_cache(cache: Any, path: Path) -> None:
+def test_statistics_and_events_equal_the_caches(cache: Any, path: Path) -> None:
     with cache.namespace(LAYOUT, model="m", revision="r").request(id="r-7") as r:
         r.match(range(40))
         r.admit()
@@ -132,7 +132,7 @@ def test_statistics_and_events_are_those_of_the_cache(cache: Any, path: Path) ->
     assert send_command(path, "check") == {"busy": False, "count": 0, "faults": []}
 
 
-def test_a_bypassed_cache_is_out_of_the_path_and_back(cache: Any, path: Path) -> None:
+def test_bypass_turns_the_cache_off_and_on(cache: Any, path: Path) -> None:
     bound, there = cache.namespace(LAYOUT, model="m", revision="r"), pages()
 
     def turn(tokens: range) -> tuple[int, str, int, int]:
@@ -169,7 +169,7 @@ def test_a_bypassed_cache_is_out_of_the_path_and_back(cache: Any, path: Path) ->
         send_command(path, "bypass", mode="maybe")
 
 
-def test_a_long_audit_does_not_block_bypass(cache: Any, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_long_check_does_not_block_bypass(cache: Any, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     begun, go_on = threading.Event(), threading.Event()
     answers: list[Any] = []
 
@@ -191,7 +191,7 @@ def test_a_long_audit_does_not_block_bypass(cache: Any, path: Path, monkeypatch:
     assert not send_command(path, "check")["busy"]
 
 
-def test_an_audit_of_a_busy_cache_finds_no_fault(runtime: Path, tmp_path: Path) -> None:
+def test_a_check_of_a_busy_cache_finds_no_fault(runtime: Path, tmp_path: Path) -> None:
     nvme = {"path": tmp_path / "nvme", "capacity_bytes": "8MiB", "min_free_bytes": 0}
     with closing(open_cache(nvme__enabled=True, nvme=nvme)) as cache:
         (found,) = find_caches()
@@ -227,7 +227,7 @@ def test_an_audit_of_a_busy_cache_finds_no_fault(runtime: Path, tmp_path: Path) 
 
 @given(st.binary(max_size=200))
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_bytes_that_are_no_question_do_no_harm(cache: Any, path: Path, noise: bytes) -> None:
+def test_malformed_bytes_do_no_harm(cache: Any, path: Path, noise: bytes) -> None:
     with connect(path) as connection:
         connection.sendall(noise)
         connection.shutdown(socket.SHUT_WR)
@@ -266,7 +266,7 @@ DEEP = b"\x91" * 60_000 + b"\xc0"  # a list in a list, and so on
         b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n",
     ],
 )
-def test_what_is_no_question_is_hung_up_on(cache: Any, path: Path, question: bytes) -> None:
+def test_a_malformed_message_closes_the_connection(cache: Any, path: Path, question: bytes) -> None:
     with connect(path) as connection:
         connection.sendall(question)
         connection.shutdown(socket.SHUT_WR)
@@ -275,7 +275,7 @@ def test_what_is_no_question_is_hung_up_on(cache: Any, path: Path, question: byt
 
 
 @pytest.mark.parametrize("op", [None, 7, "x" * 500, ["info"], "close", "__class__"])
-def test_an_unknown_question_is_answered_with_those_there_are(path: Path, op: Any) -> None:
+def test_an_unknown_op_error_lists_the_known_ops(path: Path, op: Any) -> None:
     with connect(path) as connection:
         connection.sendall(framed({"op": op}))
         answer = connection.recv(1 << 16)
@@ -287,13 +287,13 @@ def test_an_unknown_question_is_answered_with_those_there_are(path: Path, op: An
     ("op", "arguments"),
     [("events", {"count": "all"}), ("events", {"count": -1}), ("bypass", {"mode": ["on"]}), ("bypass", {"mode": 1})],
 )
-def test_arguments_that_make_no_sense_are_refused(path: Path, op: str, arguments: dict[str, Any]) -> None:
+def test_invalid_arguments_are_refused(path: Path, op: str, arguments: dict[str, Any]) -> None:
     with pytest.raises(KVCacheError, match="expected"):
         send_command(path, op, **arguments)
     assert send_command(path, "bypass")["mode"] == "off"
 
 
-def test_a_defect_is_told_to_who_asked(
+def test_an_unexpected_error_is_answered(
     cache: Any, path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     with monkeypatch.context() as patch:
@@ -304,7 +304,7 @@ def test_a_defect_is_told_to_who_asked(
     assert not send_command(path, "check")["busy"]
 
 
-def test_silent_clients_are_hung_up_on(cache: Any, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_silent_clients_are_disconnected(cache: Any, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
         patch.setattr(server, "CLIENT_TIMEOUT_S", 1.0)
         with connect(path) as silent, connect(path) as slow:
@@ -314,7 +314,7 @@ def test_silent_clients_are_hung_up_on(cache: Any, path: Path, monkeypatch: pyte
     assert send_command(path, "info")["pid"] == os.getpid()
 
 
-def test_only_so_many_are_answered_at_a_time(cache: Any, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_concurrent_clients_are_bounded(cache: Any, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server, "CLIENT_TIMEOUT_S", 60.0)
     waiting = [connect(path) for _ in range(server.MAX_CONCURRENT_COMMANDS)]
     with pytest.raises(UnreachableError):
@@ -330,7 +330,7 @@ def test_only_so_many_are_answered_at_a_time(cache: Any, path: Path, monkeypatch
     "answer",
     [b"", b"\x01", struct.pack("<I", 3) + b"abc", framed({"yes": 1}), framed([1]), struct.pack("<I", 1 << 31)],
 )
-def test_another_programs_socket_is_not_believed(runtime: Path, answer: bytes) -> None:
+def test_a_socket_of_another_program_is_ignored(runtime: Path, answer: bytes) -> None:
     runtime.mkdir(mode=0o700)
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
         listener.bind(os.fspath(runtime / "1-1.sock"))
@@ -349,7 +349,7 @@ def test_another_programs_socket_is_not_believed(runtime: Path, answer: bytes) -
         thread.join()
 
 
-def test_the_protocol_is_as_its_page_says(path: Path) -> None:
+def test_the_protocol_equals_its_page(path: Path) -> None:
     """docs/spec/control.md by hand: u32 little-endian, then a map; one question, one answer, then the end."""
     with connect(path) as connection:
         body = b"\x81\xa2op\xa4info"

@@ -65,14 +65,14 @@ def pinned(cache: Cache, seconds: float = 60, blocks: int = BLOCKS) -> dict[str,
     return dict(pin(cache, {"ids": ids, "seconds": seconds})["made"])
 
 
-def test_no_more_comes_near_than_a_pin_can_hold(far: Cache) -> None:
+def test_a_pin_promotes_at_most_its_budget(far: Cache) -> None:
     rest = (BLOCKS - FITS) * LAYOUT.block_tokens
     assert pinned(far)["by_tier"] == {"host": FITS * LAYOUT.block_tokens, "nvme": rest}
     assert tiers(bound_to(far)) == {"host": FITS, "nvme": BLOCKS - FITS}
     assert far.check() == []
 
 
-def test_what_is_near_already_counts(far: Cache) -> None:
+def test_resident_blocks_count_in_the_pin_budget(far: Cache) -> None:
     bound, engine = bound_to(far), Engine(LAYOUT)
     near = TOKENS[: FITS // 2 * LAYOUT.block_tokens]
     with bound.request() as r:
@@ -84,20 +84,20 @@ def test_what_is_near_already_counts(far: Cache) -> None:
     assert tiers(bound) == {"host": FITS, "nvme": BLOCKS - FITS}
 
 
-def test_what_other_pins_hold_counts(far: Cache) -> None:
+def test_other_pins_count_in_the_pin_budget(far: Cache) -> None:
     pinned(far, blocks=FITS - 2)
     pinned(far)
     assert tiers(bound_to(far)) == {"host": FITS - 2, "nvme": BLOCKS - FITS + 2}
 
 
 @pytest.mark.parametrize("seconds", [-1.0, 0.0, MAX_PIN_S + 1])
-def test_a_pin_that_makes_no_sense_brings_nothing(far: Cache, seconds: float) -> None:
+def test_an_invalid_pin_promotes_nothing(far: Cache, seconds: float) -> None:
     with pytest.raises(ConfigError, match="a pin of"):
         pinned(far, seconds)
     assert tiers(bound_to(far)) == {"nvme": BLOCKS}
 
 
-def test_a_pin_too_many_brings_nothing(far: Cache, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_pin_beyond_the_limit_promotes_nothing(far: Cache, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvcache.cache.pins.MAX_PINS", 1)
     pinned(far, blocks=1)
     with pytest.raises(ConfigError, match="the limit"):
@@ -107,7 +107,7 @@ def test_a_pin_too_many_brings_nothing(far: Cache, monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.parametrize("layout", [LAYOUT, HYBRID], ids=["one part", "several"])
 @pytest.mark.parametrize("blocks", [0, 1, 7, 8, 9, 1000])
-def test_blocks_fit_that_have_room_for_every_record(opened: Callable[[], Cache], layout: Any, blocks: int) -> None:
+def test_a_block_fits_if_all_its_records_fit(opened: Callable[[], Cache], layout: Any, blocks: int) -> None:
     cache = opened()
     bound = bind(cache, layout)
 

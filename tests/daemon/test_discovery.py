@@ -64,7 +64,7 @@ def kill(process: subprocess.Popen[str]) -> None:
     process.wait()
 
 
-def test_what_a_killed_process_left_is_removed_by_who_looks(runtime: Path) -> None:
+def test_a_stale_socket_is_removed_by_discovery(runtime: Path) -> None:
     with running(runtime) as process:
         assert [found.info["pid"] for found in find_caches()] == [process.pid]
         kill(process)
@@ -73,7 +73,7 @@ def test_what_a_killed_process_left_is_removed_by_who_looks(runtime: Path) -> No
         assert left_in(runtime) == []
 
 
-def test_and_by_the_next_cache(runtime: Path) -> None:
+def test_a_stale_socket_is_removed_by_the_next_cache(runtime: Path) -> None:
     with running(runtime) as process:
         kill(process)
     left = runtime / f"{process.pid}-2.sock.new"  # killed before it listened
@@ -82,7 +82,7 @@ def test_and_by_the_next_cache(runtime: Path) -> None:
         assert [path.name for path in left_in(runtime)] == [f"{os.getpid()}-1.sock"]
 
 
-def test_a_process_that_ends_without_closing_leaves_nothing(runtime: Path) -> None:
+def test_an_unclosed_cache_removes_its_socket_at_exit(runtime: Path) -> None:
     with running(runtime) as process:
         process.communicate("")
     assert process.returncode == 0
@@ -97,7 +97,7 @@ def test_a_forked_child_does_not_keep_its_parents_socket(runtime: Path) -> None:
         assert place.is_stale(path), "the child listens in its parent's name"
 
 
-def test_a_living_socket_is_not_stale_however_busy(runtime: Path) -> None:
+def test_a_busy_socket_is_not_stale(runtime: Path) -> None:
     runtime.mkdir(mode=0o700)
     path = runtime / "1-1.sock"
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
@@ -121,7 +121,7 @@ def short() -> Iterator[Path]:
         yield Path(made)
 
 
-def test_the_first_sound_directory_is_taken(short: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_first_safe_directory_is_used(short: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     open_to_all, link, file = short / "open", short / "link", short / "file"
     open_to_all.mkdir()
     open_to_all.chmod(0o750)
@@ -138,7 +138,7 @@ def test_the_first_sound_directory_is_taken(short: Path, monkeypatch: pytest.Mon
     assert all(str(path) in str(caught.value) for path in bad)
 
 
-def test_the_runtime_directory_comes_first_and_others_are_searched_too(short: Path) -> None:
+def test_the_runtime_directory_is_searched_first(short: Path) -> None:
     user = os.geteuid()
     assert place.socket_directories({"XDG_RUNTIME_DIR": str(short)})[0] == short / "kvcache"
     without = place.socket_directories({})
@@ -147,7 +147,7 @@ def test_the_runtime_directory_comes_first_and_others_are_searched_too(short: Pa
     assert len(place.socket_directories({"XDG_RUNTIME_DIR": f"/run/user/{user}"})) == len(without)
 
 
-def test_without_a_place_the_cache_runs_all_the_same(
+def test_a_cache_runs_without_a_socket_directory(
     short: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(place, "socket_directories", lambda environ=None: [short / "missing" / "kvcache"])

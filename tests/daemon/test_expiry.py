@@ -8,7 +8,7 @@ from tests.daemon.daemon_process import LAYOUT, store
 from tests.daemon.in_process_daemon import InProcessDaemon
 
 
-def test_a_request_and_a_namespace_say_how_long(in_process: InProcessDaemon, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ttls_of_requests_and_namespaces_are_kept(in_process: InProcessDaemon, monkeypatch: pytest.MonkeyPatch) -> None:
     clock = in_process.cache.os_env.clock
     began = clock.wall()
 

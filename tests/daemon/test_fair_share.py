@@ -31,9 +31,7 @@ Make = Callable[..., InProcessDaemon]
     tenants=st.integers(1, 5),
     steps=st.lists(st.tuples(st.integers(0, 4), st.booleans()), max_size=120),
 )
-def test_each_has_its_share_whatever_the_others_do_and_all_together_no_more_than_there_is(
-    capacity: int, tenants: int, steps: list[tuple[int, bool]]
-) -> None:
+def test_shares_hold_within_the_capacity(capacity: int, tenants: int, steps: list[tuple[int, bool]]) -> None:
     fair_share, used = FairShare(capacity, lambda: tenants), Counter[str]()
     for number, takes in steps:
         name = str(number % tenants)
@@ -50,7 +48,7 @@ def test_each_has_its_share_whatever_the_others_do_and_all_together_no_more_than
 
 
 @given(capacity=st.integers(0, 60), tenants=st.integers(1, 5))
-def test_one_alone_has_all_but_the_shares_of_the_others(capacity: int, tenants: int) -> None:
+def test_one_tenant_may_use_all_but_the_others_shares(capacity: int, tenants: int) -> None:
     fair_share = FairShare(capacity, lambda: tenants)
     got = 0
     while fair_share.acquire("greedy"):
@@ -80,7 +78,7 @@ def loop() -> Iterator[asyncio.AbstractEventLoop]:
     made.close()
 
 
-def test_a_flood_of_connections_pushes_out_its_own(loop: asyncio.AbstractEventLoop) -> None:
+def test_a_connection_flood_evicts_its_own_connections(loop: asyncio.AbstractEventLoop) -> None:
     pending, gone = PendingConnections(loop), list[Connection]()
 
     def left(peer: Connection) -> None:
@@ -103,13 +101,13 @@ def test_a_flood_of_connections_pushes_out_its_own(loop: asyncio.AbstractEventLo
     assert len(pending) == 0
 
 
-def test_where_an_address_of_version_6_comes_from_is_its_network() -> None:
+def test_an_ipv6_peer_is_grouped_by_its_network() -> None:
     assert client_network("10.0.0.1") == "10.0.0.1"
     assert client_network("2001:db8::1") == client_network("2001:db8:0:0:ffff::9") != client_network("2001:db8:0:1::1")
     assert client_network("fe80::1%eth0") == client_network("fe80::2%eth1")
 
 
-def test_strangers_shut_out_no_known_client(make_in_process: Make) -> None:
+def test_unauthenticated_peers_shut_out_no_known_client(make_in_process: Make) -> None:
     in_process = make_in_process(daemon__connections=8)
     known = in_process.open()
     expected = store(bound_to(known), list(range(8)), 1)
@@ -123,7 +121,7 @@ def test_strangers_shut_out_no_known_client(make_in_process: Make) -> None:
         stranger.close()
 
 
-def test_a_tenant_takes_no_connection_that_is_another_s_share(make_in_process: Make, tmp_path: Path) -> None:
+def test_a_tenant_cannot_take_anothers_connection_share(make_in_process: Make, tmp_path: Path) -> None:
     in_process = make_in_process(daemon__connections=12, daemon__tenants_file=str(everybody(tmp_path / "t")))
     share = 12 // 6
     greedy = [came_in(in_process, ACME, tmp_path) for _ in range(12 - 2 * share)]
@@ -148,7 +146,7 @@ def test_a_tenant_takes_no_connection_that_is_another_s_share(make_in_process: M
     until(again)
 
 
-def test_a_connection_that_moves_counts_for_its_tenant(make_in_process: Make) -> None:
+def test_a_data_connection_counts_for_its_tenant(make_in_process: Make) -> None:
     in_process = make_in_process(daemon__connections=2)
     control = UnixEndpoint(str(in_process.path)).connect(30)
     control.send({"op": "hello", "version": PROTOCOL_VERSION, "role": "control"}, timeout_s=30)

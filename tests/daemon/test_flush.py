@@ -36,7 +36,7 @@ def nvme_daemon(make_in_process: Any, tmp_path: Path) -> Any:
     return make_in_process(nvme=drive, nvme__enabled=True)
 
 
-def test_a_client_s_flush_reports_what_the_drive_refused(nvme_daemon: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_clients_flush_reports_refused_blocks(nvme_daemon: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     cache, other = nvme_daemon.open(), nvme_daemon.open()
     with monkeypatch.context() as patch:
         refusing(patch, nvme_daemon.cache)
@@ -50,7 +50,7 @@ def test_a_client_s_flush_reports_what_the_drive_refused(nvme_daemon: Any, monke
     assert cache.close()
 
 
-def test_a_bare_answer_of_an_earlier_daemon_is_read(nvme_daemon: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_flush_answer_of_an_earlier_daemon_is_read(nvme_daemon: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     cache = nvme_daemon.open()
     for done in (True, False):
         with monkeypatch.context() as patch:
@@ -59,7 +59,7 @@ def test_a_bare_answer_of_an_earlier_daemon_is_read(nvme_daemon: Any, monkeypatc
     assert cache.flush(30)
 
 
-def test_a_report_is_the_same_after_the_socket() -> None:
+def test_a_flush_report_round_trips_over_the_socket() -> None:
     report = FlushReport({"nvme": TierFlush(1, 2, 3, 1, synced=False)}, "why")
     assert read_report({"done": False, "report": describe_report(report)}) == report
     newer = {"tiers": {"nvme": {"reached": 1, "another": 2}}, "fault": ""}
@@ -68,7 +68,7 @@ def test_a_report_is_the_same_after_the_socket() -> None:
         read_report({"done": True, "report": {"tiers": 3, "fault": ""}})
 
 
-def test_a_daemon_that_lost_blocks_is_reported_once(make_daemon: Any) -> None:
+def test_blocks_lost_by_a_daemon_are_reported_once(make_daemon: Any) -> None:
     daemon = make_daemon().start()
     with daemon.open() as cache:
         store(bound_to(cache), list(range(32)), 1)

@@ -52,7 +52,7 @@ def tiers(bound: Any, tokens: list[int]) -> dict[str, int]:
 
 
 @pytest.mark.parametrize("nvme", [False, True])
-def test_what_is_in_host_memory_is_there_in_the_next_process(make_daemon: Make, nvme: bool) -> None:
+def test_a_handover_keeps_the_blocks_in_host_memory(make_daemon: Make, nvme: bool) -> None:
     daemon = make_daemon(nvme=nvme).start()
     with daemon.open() as cache:
         bound = bound_to(cache)
@@ -81,7 +81,7 @@ def test_what_is_in_host_memory_is_there_in_the_next_process(make_daemon: Make, 
     assert daemon.terminate()[0] == 0
 
 
-def test_an_operators_pins_go_on(make_daemon: Make, runtime: Path) -> None:
+def test_a_handover_keeps_pins(make_daemon: Make, runtime: Path) -> None:
     daemon = make_daemon(CONTROL__ENABLED="true", HOST__CAPACITY_BYTES="2MiB", HOST__SLAB_BYTES="512KiB")
     daemon.environ["XDG_RUNTIME_DIR"] = str(runtime.parent)
     daemon.start()
@@ -103,7 +103,7 @@ def test_an_operators_pins_go_on(make_daemon: Make, runtime: Path) -> None:
     assert successor.terminate()[0] == 0
 
 
-def test_without_a_listening_daemon_it_simply_begins(make_daemon: Make) -> None:
+def test_a_handover_without_a_daemon_starts_normally(make_daemon: Make) -> None:
     daemon = make_daemon().start("--replace")
     with daemon.open() as cache:
         expected = store(bound_to(cache), PROMPT, 1)
@@ -113,7 +113,7 @@ def test_without_a_listening_daemon_it_simply_begins(make_daemon: Make) -> None:
     assert "serves it" in again.stderr
 
 
-def test_one_that_ends_already_is_waited_for(make_daemon: Make) -> None:
+def test_a_handover_waits_for_a_daemon_that_is_ending(make_daemon: Make) -> None:
     daemon = make_daemon(nvme=True).start()
     with daemon.open() as cache:
         expected = store(bound_to(cache), PROMPT, 1)
@@ -126,7 +126,7 @@ def test_one_that_ends_already_is_waited_for(make_daemon: Make) -> None:
 
 
 @pytest.mark.parametrize("what", ["table", "refuses", "silent"])
-def test_one_of_another_version_leaves_what_is_on_the_drive(make_daemon: Make, what: str) -> None:
+def test_another_version_leaves_only_the_drive(make_daemon: Make, what: str) -> None:
     """Its table is another, it knows of no heirs, or it just ends."""
     daemon = make_daemon(nvme=True)
     daemon.wrapper = [sys.executable, "-m", "tests.daemon.other_version_daemon", what]
@@ -146,7 +146,7 @@ def test_one_of_another_version_leaves_what_is_on_the_drive(make_daemon: Make, w
     assert "taken over" in said or "hands over nothing" in said
 
 
-def test_a_smaller_arena_takes_what_fits(make_daemon: Make) -> None:
+def test_a_smaller_arena_takes_the_blocks_that_fit(make_daemon: Make) -> None:
     daemon = make_daemon(nvme=True).start()
     with daemon.open() as cache:
         bound = bound_to(cache)
@@ -177,7 +177,7 @@ def test_an_arena_without_a_set_size_keeps_its_size(make_daemon: Make) -> None:
     assert sizes[0] == sizes[1]
 
 
-def test_tenants_stay_apart(make_daemon: Make) -> None:
+def test_a_handover_keeps_tenants_separate(make_daemon: Make) -> None:
     """Those that map and those whose bytes are copied."""
     daemon, tokens = make_daemon(), {name: new_token() for name in ("acme", "beta")}
     rows = {name: {"tokens": [token_hash(token)]} for name, token in tokens.items()}
@@ -210,7 +210,7 @@ def test_tenants_stay_apart(make_daemon: Make) -> None:
         assert operator.check() == []
 
 
-def test_a_reader_of_before_has_a_miss_and_never_another_block(make_daemon: Make) -> None:
+def test_an_earlier_reader_gets_a_miss_and_no_other_block(make_daemon: Make) -> None:
     daemon = make_daemon(HOST__CAPACITY_BYTES="4MiB", HOST__SLAB_BYTES="1MiB", DAEMON__DRAIN_S=0.2).start()
     slow, engine = Slow(), Engine(LAYOUT)
     with daemon.open() as cache, daemon.open() as other:
@@ -233,7 +233,7 @@ def test_a_reader_of_before_has_a_miss_and_never_another_block(make_daemon: Make
         assert other.check() == []
 
 
-def test_an_earlier_writer_writes_into_no_other_block(make_daemon: Make) -> None:
+def test_an_earlier_writer_changes_no_other_block(make_daemon: Make) -> None:
     """It still maps what it was lent: that extent stays behind."""
     daemon = make_daemon(HOST__CAPACITY_BYTES="4MiB", HOST__SLAB_BYTES="1MiB", DAEMON__DRAIN_S=0.2).start()
     slow, engine = Slow(), Engine(LAYOUT)
@@ -262,9 +262,7 @@ def test_an_earlier_writer_writes_into_no_other_block(make_daemon: Make) -> None
         assert other.check() == []
 
 
-def test_killed_at_any_moment_it_is_the_drives_path_and_no_wrong_block(
-    make_daemon: Make, request: pytest.FixtureRequest
-) -> None:
+def test_a_kill_during_a_handover_gives_no_wrong_block(make_daemon: Make, request: pytest.FixtureRequest) -> None:
     """The old one, the new one, or both; engines go on all the while."""
     kills, rng = 40 if request.config.getoption("--long") else 5, random.Random(3)
     daemon = make_daemon(nvme=True, DAEMON__DRAIN_S=1).start()
@@ -289,7 +287,7 @@ def test_killed_at_any_moment_it_is_the_drives_path_and_no_wrong_block(
                 check_durable(other, workers, sure)
 
 
-def test_engines_go_on_through_many_hand_overs(make_daemon: Make, request: pytest.FixtureRequest) -> None:
+def test_clients_continue_through_many_handovers(make_daemon: Make, request: pytest.FixtureRequest) -> None:
     turns = 20 if request.config.getoption("--long") else 3
     daemon = make_daemon().start()
     with daemon.open() as cache:
@@ -306,7 +304,7 @@ def test_engines_go_on_through_many_hand_overs(make_daemon: Make, request: pytes
         assert cache.check() == []
 
 
-def test_a_private_daemon_is_replaced_as_well(make_daemon: Make) -> None:
+def test_an_autostarted_daemon_hands_over(make_daemon: Make) -> None:
     daemon = make_daemon()
     environ = {**daemon.environ, "XDG_RUNTIME_DIR": str(daemon.directory)}
     del environ["KVCACHE_NVME__PATH"]
@@ -374,7 +372,7 @@ def test_a_network_client_cannot_take_over(make_daemon: Make) -> None:
         assert tiers(bound_to(cache), PROMPT) == {"host": 8}
 
 
-def test_a_daemon_that_goes_on_serving_is_not_started_beside(make_daemon: Make, tmp_path: Path) -> None:
+def test_a_refused_handover_starts_no_second_daemon(make_daemon: Make, tmp_path: Path) -> None:
     """Where the new one's settings make no sense it says so before anybody is asked to end."""
     daemon = make_daemon().start()
     bad = daemon.successor(DAEMON__TENANTS_FILE=tmp_path / "missing").run("--replace")

@@ -65,14 +65,14 @@ def bearer(token: str) -> dict[str, str]:
     return {"Authorization": f"Bearer {token}"}
 
 
-def test_metrics_are_the_tables(site: TestClient, cache: Cache) -> None:
+def test_metrics_equal_the_table(site: TestClient, cache: Cache) -> None:
     answer = site.get("/metrics")
     assert answer.headers["content-type"].startswith("text/plain; version=")
     assert answer.text == exposition(cache.stats())
     assert 'kvcache_hit_tokens_total{tier="host"} 128.0' in answer.text
 
 
-def test_figures_are_those_of_the_cache(site: TestClient, cache: Cache) -> None:
+def test_api_figures_equal_the_caches(site: TestClient, cache: Cache) -> None:
     told = {name: site.get(f"/api/{name}").json() for name in API}
     assert all(isinstance(answer["time"], float) for answer in told.values())
     assert told["stats"]["stats"] == json.loads(json.dumps(cache.stats()))
@@ -84,7 +84,7 @@ def test_figures_are_those_of_the_cache(site: TestClient, cache: Cache) -> None:
     assert told["info"]["info"] == {"version": "1.2", "since": cache.usage_log.since, "tenant": None}
 
 
-def test_counts_in_the_address(site: TestClient) -> None:
+def test_query_parameters_are_checked(site: TestClient) -> None:
     assert len(site.get("/api/events?count=1").json()["events"]) == 1
     assert site.get("/api/prefixes?count=1").json()["prefixes"] != []
     for count in ("-1", "x", "1e3", "9" * 30):
@@ -92,7 +92,7 @@ def test_counts_in_the_address(site: TestClient) -> None:
         assert (answer.status_code, "expected a number" in answer.json()["error"]) == (400, True)
 
 
-def test_explain_says_why_and_never_what(site: TestClient) -> None:
+def test_explain_gives_reasons_and_no_prompt_text(site: TestClient) -> None:
     asked = (
         site.get("/api/explain?request=of acme"),
         site.get("/api/explain"),
@@ -110,17 +110,17 @@ def test_explain_says_why_and_never_what(site: TestClient) -> None:
     "body",
     [b"", b"[]", b"{}", b'{"ids": 5}', b'{"ids": [-1]}', b'{"ids": ["a"]}', b'{"ids": []}', b"\xff", b"[" * 9999],
 )
-def test_a_question_that_is_none(site: TestClient, body: bytes) -> None:
+def test_an_invalid_query_is_400(site: TestClient, body: bytes) -> None:
     answer = site.post("/api/explain", content=body)
     assert (answer.status_code, set(answer.json())) == (400, {"error"})
 
 
-def test_a_body_has_a_limit(site: TestClient, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_body_has_a_size_limit(site: TestClient, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvcache.daemon.http.app.MAX_BODY_BYTES", 100)
     assert site.post("/api/explain", json={"ids": list(range(100))}).status_code == 413
 
 
-def test_nothing_is_changed_over_http(site: TestClient) -> None:
+def test_http_cannot_change_state(site: TestClient) -> None:
     for path in (*(f"/api/{name}" for name in API), *OPEN, "/"):
         for method in ("POST", "PUT", "DELETE", "PATCH"):
             assert site.request(method, path).status_code == 405
@@ -135,7 +135,7 @@ def test_health_and_readiness(visit: Callable[..., TestClient]) -> None:
     assert (site.get("/readyz").status_code, site.get("/readyz").text) == (200, "ok\n")
 
 
-def test_every_answer_says_what_a_browser_may_do_with_it(site: TestClient) -> None:
+def test_every_response_has_security_headers(site: TestClient) -> None:
     for path in (
         "/",
         "/page.js",
@@ -150,7 +150,7 @@ def test_every_answer_says_what_a_browser_may_do_with_it(site: TestClient) -> No
     assert "unsafe" not in SECURITY_HEADERS["Content-Security-Policy"]
 
 
-def test_the_page_is_its_files_and_no_others(site: TestClient) -> None:
+def test_only_the_pages_files_are_served(site: TestClient) -> None:
     for name, kind in PAGE_FILES.items():
         answer = site.get(f"/{name}")
         assert (answer.status_code, answer.headers["content-type"].partition(";")[0]) == (200, kind)
@@ -162,7 +162,7 @@ def test_the_page_is_its_files_and_no_others(site: TestClient) -> None:
 # who may ask
 
 
-def test_elsewhere_without_tokens_only_three_are_open(visit: Callable[..., TestClient]) -> None:
+def test_remote_peers_without_tokens_see_three_paths(visit: Callable[..., TestClient]) -> None:
     site = visit("10.0.0.5", local=False)
     assert [site.get(path).status_code for path in OPEN] == [200] * 3
     for path in ("/", "/page.js", *(f"/api/{name}" for name in API), "/api/explain"):
@@ -171,7 +171,7 @@ def test_elsewhere_without_tokens_only_three_are_open(visit: Callable[..., TestC
 
 
 @pytest.mark.parametrize("local", [True, False])
-def test_where_there_are_tokens_one_must_be_shown(visit: Callable[..., TestClient], local: bool) -> None:
+def test_configured_tokens_are_required(visit: Callable[..., TestClient], local: bool) -> None:
     site = visit(owner=OWNERS.get, local=local)
     assert [site.get(path).status_code for path in OPEN] == [200] * 3
     wrong = ({}, bearer(""), bearer("nobody"), {"Authorization": "Basic !"}, {"Authorization": "Digest acme-token"})
@@ -183,7 +183,7 @@ def test_where_there_are_tokens_one_must_be_shown(visit: Callable[..., TestClien
         assert site.get(path, auth=("whoever", "operator-token")).status_code == 200
 
 
-def test_a_tenant_sees_only_its_own(visit: Callable[..., TestClient], cache: Cache) -> None:
+def test_a_tenant_sees_only_its_own_figures(visit: Callable[..., TestClient], cache: Cache) -> None:
     site = visit(owner=OWNERS.get, local=False)
     zeta = bound_to(cache, tenant="zeta", model="org/zeta").id.hex()
     for path in (*(f"/api/{name}" for name in API), "/api/explain", "/api/explain?request=of zeta"):
@@ -198,16 +198,16 @@ def test_a_tenant_sees_only_its_own(visit: Callable[..., TestClient], cache: Cac
 
 
 @pytest.mark.parametrize("name", ["evil.example:9475", "10.0.0.5", "127.0.0.1.evil.example"])
-def test_a_page_of_elsewhere_cannot_ask_under_its_own_name(site: TestClient, name: str) -> None:
+def test_a_foreign_host_header_is_refused(site: TestClient, name: str) -> None:
     assert site.get("/api/stats", headers={"Host": name}).status_code == 421
 
 
 @pytest.mark.parametrize("name", ["localhost:9475", "127.0.0.1", "[::1]:9475", "127.0.0.2"])
-def test_this_host_by_its_names(site: TestClient, name: str) -> None:
+def test_names_of_this_host_are_accepted(site: TestClient, name: str) -> None:
     assert site.get("/api/stats", headers={"Host": name}).status_code == 200
 
 
-def test_what_a_header_shows() -> None:
+def test_a_bearer_header_is_parsed() -> None:
     assert token_from_header("Bearer abc") == token_from_header("bearer  abc ") == "abc"
     assert token_from_header("Basic " + base64.b64encode(b"me:a:b").decode()) == "a:b"
     for header in ("", "Bearer", "Bearer ", "Basic", "Basic ???", "Basic " + base64.b64encode(b"\xff:a").decode()):
@@ -229,7 +229,7 @@ def test_history_is_sampled_and_bounded(site: TestClient, cache: Cache) -> None:
     assert [sample["time"] for sample in history.all()] == [2.0, 3.0, 4.0]
 
 
-def test_ready_is_when_it_serves_and_what_it_waits_for_is_there(in_process: InProcessDaemon) -> None:
+def test_readiness_follows_serving_and_warming(in_process: InProcessDaemon) -> None:
     assert in_process.daemon.not_ready_reason() == ""
     in_process.cache.readiness_checks.append(lambda: False)
     assert "still being loaded" in in_process.daemon.not_ready_reason()
@@ -238,7 +238,7 @@ def test_ready_is_when_it_serves_and_what_it_waits_for_is_there(in_process: InPr
     until(lambda: in_process.daemon.not_ready_reason() == "ending")
 
 
-def test_a_tenant_s_explanations_count_among_what_it_may_ask_for(visit: Callable[..., TestClient]) -> None:
+def test_explanations_count_against_the_rate_limit(visit: Callable[..., TestClient]) -> None:
     limits = {"acme": Tenant(name="acme", operations=2, bandwidth=1000), "zeta": Tenant(name="zeta")}
     rate_limits = {name: RateLimit(tenant, Turned()) for name, tenant in limits.items()}
     site = visit(owner=OWNERS.get, rate_limit=rate_limits.get)

@@ -118,7 +118,7 @@ def text(page: Browser, place: str) -> str:
     return str(page.run(f"document.querySelector({place!r}).innerText"))
 
 
-def test_its_figures_are_the_apis(page: Browser) -> None:
+def test_figures_on_the_page_equal_the_api(page: Browser) -> None:
     shown, stats = figures(page), api(page, "stats")
     tier, counters = stats["tiers"]["host"], stats["counters"]
     hits, asked = sum(counters["hit_tokens"].values()), counters["asked_tokens"]
@@ -153,7 +153,7 @@ def test_its_figures_are_the_apis(page: Browser) -> None:
     assert page.said == []
 
 
-def test_the_curve_says_what_the_api_says(page: Browser) -> None:
+def test_the_curve_on_the_page_equals_the_api(page: Browser) -> None:
     page.until("document.querySelector('#curve svg') !== null")
     points = {point["times"]: point for point in api(page, "curve")["tiers"]["host"]["points"]}
     page.run("document.querySelector('#curve svg').focus()")
@@ -163,7 +163,7 @@ def test_the_curve_says_what_the_api_says(page: Browser) -> None:
         assert text(page, "#curve .said") == f"{times:g}x: {100 * rate:.1f} % with {show_bytes(size)} of host"
 
 
-def test_it_goes_on_by_itself(page: Browser, cache: Cache) -> None:
+def test_the_page_refreshes_itself(page: Browser, cache: Cache) -> None:
     before = int(figures(page)["requests"][1])
     bound = bound_to(cache, tenant="acme", model="org/acme")
     with bound.request(id="later") as r:
@@ -180,13 +180,13 @@ def test_it_goes_on_by_itself(page: Browser, cache: Cache) -> None:
     assert page.said == []
 
 
-def test_names_that_clients_choose_are_text(page: Browser) -> None:
+def test_client_chosen_names_are_escaped(page: Browser) -> None:
     assert EVIL in text(page, "#agents")
     assert page.run("document.images.length") == 0
     assert page.said == []
 
 
-def test_every_button_and_region_is_reached_by_keys_in_reading_order(page: Browser) -> None:
+def test_tab_reaches_every_control_in_reading_order(page: Browser) -> None:
     reached = []
     for _ in range(12):
         page.press("Tab", 9)
@@ -207,7 +207,7 @@ def test_every_button_and_region_is_reached_by_keys_in_reading_order(page: Brows
     assert page.run("document.activeElement.id") == "main"
 
 
-def test_keys_of_its_own(page: Browser) -> None:
+def test_keyboard_shortcuts_work(page: Browser) -> None:
     for expected in ("light", "dark", None):
         page.press("t", 84, text="t")
         assert page.run("document.documentElement.dataset.theme ?? null") == expected
@@ -217,7 +217,7 @@ def test_keys_of_its_own(page: Browser) -> None:
     page.until("document.body.dataset.state === 'live'")
 
 
-def test_the_chart_is_read_by_arrow_keys(page: Browser, cache: Cache) -> None:
+def test_arrow_keys_read_the_chart(page: Browser, cache: Cache) -> None:
     for _ in range(3):
         page.served.site.record_sample()  # type: ignore[attr-defined]  # of a stand-in
         load(bound_to(cache, tenant="acme", model="org/acme"), list(range(128)))
@@ -235,7 +235,7 @@ def test_the_chart_is_read_by_arrow_keys(page: Browser, cache: Cache) -> None:
 
 @pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
 @pytest.mark.parametrize("width", [360, 760, 1140, 1240])
-def test_nothing_needs_scrolling_sideways(page: Browser, width: int, dark: bool) -> None:
+def test_no_width_needs_horizontal_scrolling(page: Browser, width: int, dark: bool) -> None:
     page.size(width, 800, dark=dark)
     page.settle()
     assert beyond(page) == []
@@ -311,7 +311,7 @@ def beyond(page: Browser) -> list[str]:
     return found + (["the page"] if page.run(f"{root}.scrollWidth > {root}.clientWidth") else [])
 
 
-def test_colours_can_be_read(page: Browser) -> None:
+def test_colours_have_enough_contrast(page: Browser) -> None:
     """Text against what it stands on: 4.5 to 1 at least, as WCAG wants."""
     script = """[...document.querySelectorAll('main *, header *')].filter(e => e.children.length === 0
         && e.textContent.trim() && e.getClientRects().length && !e.closest('svg')).map(e => {
@@ -338,7 +338,7 @@ def luminance(colour: str) -> float:
     return 0.2126 * red + 0.7152 * green + 0.0722 * blue
 
 
-def test_it_says_when_the_daemon_is_gone_and_comes_back(page: Browser) -> None:
+def test_the_page_shows_a_lost_daemon_and_its_return(page: Browser) -> None:
     served: Served = page.served  # type: ignore[attr-defined]  # of a stand-in
     served.end()
     page.until("document.body.dataset.state === 'lost'")
@@ -348,7 +348,7 @@ def test_it_says_when_the_daemon_is_gone_and_comes_back(page: Browser) -> None:
     assert all("Failed to" in line or "ERR_" in line for line in page.said), page.said
 
 
-def test_a_bypass_cannot_be_overlooked(page: Browser, cache: Cache) -> None:
+def test_a_bypass_is_shown_prominently(page: Browser, cache: Cache) -> None:
     cache.bypass.set("loads")
     try:
         page.until("!document.getElementById('bypass').hidden")
@@ -358,7 +358,7 @@ def test_a_bypass_cannot_be_overlooked(page: Browser, cache: Cache) -> None:
     page.until("document.getElementById('bypass').hidden")
 
 
-def test_a_tenant_sees_a_page_of_its_own(chromium: Browser, serve: Callable[..., Served]) -> None:
+def test_a_tenant_sees_its_own_page(chromium: Browser, serve: Callable[..., Served]) -> None:
     chromium.said.clear()
     served = serve(owner=OWNERS.get)
     try:
@@ -373,7 +373,7 @@ def test_a_tenant_sees_a_page_of_its_own(chromium: Browser, serve: Callable[...,
         chromium._call("Network.setExtraHTTPHeaders", headers={})
 
 
-def test_nothing_comes_from_elsewhere(page: Browser) -> None:
+def test_the_page_loads_nothing_from_other_hosts(page: Browser) -> None:
     asked = {address for address in page.answers if not address.startswith(("about:", "data:"))}
     served: Served = page.served  # type: ignore[attr-defined]  # of a stand-in
     assert {a for a in asked if a.startswith(served.address)}

@@ -66,7 +66,7 @@ def make_web(make_daemon: MakeDaemon, monkeypatch: pytest.MonkeyPatch) -> Callab
     return make_daemon  # type: ignore[return-value]
 
 
-def test_it_serves_what_engines_do(make_web: Callable[..., Web]) -> None:
+def test_the_http_server_shows_engine_activity(make_web: Callable[..., Web]) -> None:
     web = make_web().start()
     with web.open() as cache:
         bound = bound_to(cache)
@@ -85,11 +85,11 @@ def test_it_serves_what_engines_do(make_web: Callable[..., Web]) -> None:
     assert (code, "ending" in said) == (0, True)
 
 
-def test_without_it_nothing_listens(daemon: DaemonProcess) -> None:
+def test_no_http_port_is_open_by_default(daemon: DaemonProcess) -> None:
     assert "http" not in daemon.output[0]
 
 
-def test_a_port_that_is_taken_is_one_line(make_web: Callable[..., Web]) -> None:
+def test_an_occupied_port_is_reported_in_one_line(make_web: Callable[..., Web]) -> None:
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))
         other.listen()
@@ -106,13 +106,13 @@ def test_a_port_that_is_taken_is_one_line(make_web: Callable[..., Web]) -> None:
             assert cache.check() == []
 
 
-def test_check_config_says_where_the_page_would_be(make_web: Callable[..., Web]) -> None:
+def test_check_config_shows_the_pages_url(make_web: Callable[..., Web]) -> None:
     done = make_web(HTTP__PORT=9475).run("--check-config")
     assert (done.returncode, "http://127.0.0.1:9475/" in done.stdout) == (0, True), done
 
 
 @pytest.mark.parametrize("key", ["HTTP__TLS_CERT_FILE", "HTTP__TLS_KEY_FILE"])
-def test_a_certificate_that_is_none_is_one_line(make_web: Callable[..., Web], tmp_path: Path, key: str) -> None:
+def test_an_invalid_certificate_is_reported_in_one_line(make_web: Callable[..., Web], tmp_path: Path, key: str) -> None:
     file = tmp_path / "file.pem"
     file.write_text("no certificate")
     done = make_web(**{key: file}).run()
@@ -120,7 +120,7 @@ def test_a_certificate_that_is_none_is_one_line(make_web: Callable[..., Web], tm
 
 
 @pytest.mark.skipif(OPENSSL is None, reason="no openssl command to make certificates with")
-def test_over_tls(make_web: Callable[..., Web], tmp_path: Path) -> None:
+def test_the_page_is_served_over_tls(make_web: Callable[..., Web], tmp_path: Path) -> None:
     by = authority(tmp_path / "ca")
     cert, key = certificate(by, "localhost", host="DNS:localhost")
     web = make_web(HTTP__TLS_CERT_FILE=cert, HTTP__TLS_KEY_FILE=key).start()
@@ -131,7 +131,7 @@ def test_over_tls(make_web: Callable[..., Web], tmp_path: Path) -> None:
         web.get("/healthz", context=ssl.create_default_context())
 
 
-def test_tenants_have_tokens_and_a_token_is_in_no_log(make_web: Callable[..., Web], tmp_path: Path) -> None:
+def test_tenant_tokens_are_accepted_and_never_logged(make_web: Callable[..., Web], tmp_path: Path) -> None:
     mine, operators = new_token(), new_token()
     file = tmp_path / "tenants.toml"
     file.write_text(f'[acme]\ntokens = ["{token_hash(mine)}"]\n["*"]\ntokens = ["{token_hash(operators)}"]\n')
@@ -146,7 +146,7 @@ def test_tenants_have_tokens_and_a_token_is_in_no_log(make_web: Callable[..., We
     assert operators not in said
 
 
-def test_a_client_that_stays_does_not_keep_it_from_ending(make_web: Callable[..., Web]) -> None:
+def test_an_open_client_does_not_delay_shutdown(make_web: Callable[..., Web]) -> None:
     web = make_web().start()
     with (
         socket.create_connection(("127.0.0.1", web.port)) as idle,
@@ -160,7 +160,7 @@ def test_a_client_that_stays_does_not_keep_it_from_ending(make_web: Callable[...
         assert idle.recv(1) == b""
 
 
-def test_input_that_is_not_http_does_no_harm(make_web: Callable[..., Web]) -> None:
+def test_bytes_that_are_not_http_do_no_harm(make_web: Callable[..., Web]) -> None:
     web = make_web().start()
     for nonsense in (b"\x16\x03\x01\x02\x00\x01", b"GET / HTTP/9.9\r\n\r\n", b"\0" * 4096, b"GET " + b"/" * 100_000):
         with socket.create_connection(("127.0.0.1", web.port), timeout=60) as connection:
@@ -171,9 +171,7 @@ def test_input_that_is_not_http_does_no_harm(make_web: Callable[..., Web]) -> No
     assert web.get("/healthz") == (200, "ok\n")
 
 
-def test_more_than_enough_are_hung_up_on_and_those_that_are_there_are_served(
-    in_process: InProcessDaemon, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_connections_beyond_the_limit_are_closed(in_process: InProcessDaemon, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvcache.daemon.http.server.HEADER_TIMEOUT_S", 600.0)
     monkeypatch.setattr("kvcache.daemon.http.server.MAX_HTTP_CONNECTIONS", 3)
     settings = HttpSettings(enabled=True, port=0)
@@ -202,7 +200,7 @@ def test_more_than_enough_are_hung_up_on_and_those_that_are_there_are_served(
     ],
     ids=["nothing", "half a head", "half a second head", "half a body"],
 )
-def test_who_does_not_come_to_an_end_is_hung_up_on(
+def test_slow_clients_are_disconnected(
     in_process: InProcessDaemon, monkeypatch: pytest.MonkeyPatch, sent: bytes, answered: bytes
 ) -> None:
     # who is answered first has the time to ask

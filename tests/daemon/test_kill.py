@@ -115,7 +115,7 @@ def check_durable(cache: Any, workers: list[Worker], sure: list[set[int]]) -> No
 
 
 @pytest.mark.parametrize("tcp", [False, True], ids=["unix", "tcp"])
-def test_a_killed_daemon_costs_misses_and_what_was_durable_is_there(
+def test_a_killed_daemon_keeps_durable_blocks(
     make_daemon: Callable[..., DaemonProcess], request: pytest.FixtureRequest, tcp: bool
 ) -> None:
     kills = 50 if request.config.getoption("--long") else 2 if tcp else 5
@@ -164,7 +164,9 @@ def test_a_killed_client_leaves_nothing_behind(request: pytest.FixtureRequest, k
         assert in_process.cache.check() == []
 
 
-def test_64_clients_at_once_each_find_their_own(in_process: InProcessDaemon, request: pytest.FixtureRequest) -> None:
+def test_64_concurrent_clients_load_their_own_blocks(
+    in_process: InProcessDaemon, request: pytest.FixtureRequest
+) -> None:
     clients = [in_process.open(threads=1) for _ in range(64)]
     assert len(in_process.daemon.sessions) == 64
     turns = 200 if request.config.getoption("--long") else 3

@@ -48,7 +48,7 @@ def brief(make_in_process: Callable[..., InProcessDaemon]) -> InProcessDaemon:
     return make_in_process(daemon__lease_s=0.2)
 
 
-def test_a_reader_that_takes_longer_than_its_lease_has_a_miss_and_never_another_block(brief: InProcessDaemon) -> None:
+def test_a_reader_past_its_lease_gets_a_miss(brief: InProcessDaemon) -> None:
     in_process, slow, engine = brief, Slow(), Engine(LAYOUT)
     own, cache = bound_to(in_process.cache), in_process.open()
     store(own, list(range(16)), 1)
@@ -66,7 +66,7 @@ def test_a_reader_that_takes_longer_than_its_lease_has_a_miss_and_never_another_
         assert transfer.blocks == 0
 
 
-def test_a_writer_past_its_lease_writes_into_no_other_block(brief: InProcessDaemon) -> None:
+def test_a_writer_past_its_lease_changes_no_other_block(brief: InProcessDaemon) -> None:
     in_process, slow, engine = brief, Slow(), Engine(LAYOUT)
     own, cache = bound_to(in_process.cache), in_process.open()
     engine.fill(9, [0, 1, 2, 3])
@@ -87,7 +87,7 @@ def test_a_writer_past_its_lease_writes_into_no_other_block(brief: InProcessDaem
     until(lambda: in_process.leaked_slots == 0)  # what was lent is back once the client has hung up
 
 
-def test_half_a_store_is_never_seen(in_process: InProcessDaemon) -> None:
+def test_a_partial_store_is_never_visible(in_process: InProcessDaemon) -> None:
     cache, slow, engine = in_process.open(), Slow(), Engine(LAYOUT)
     cache.copiers = slow
     with bound_to(cache).request() as r:
@@ -100,7 +100,7 @@ def test_half_a_store_is_never_seen(in_process: InProcessDaemon) -> None:
         assert transfer.wait(60)
 
 
-def test_what_a_client_held_is_back_when_it_hangs_up(in_process: InProcessDaemon) -> None:
+def test_a_disconnect_releases_a_clients_holds(in_process: InProcessDaemon) -> None:
     cache = in_process.open()
     bound = bound_to(cache)
     store(bound, list(range(40)), 1)
@@ -114,7 +114,7 @@ def test_what_a_client_held_is_back_when_it_hangs_up(in_process: InProcessDaemon
     assert in_process.held_blocks == 0
 
 
-def test_a_lease_does_not_end_while_its_request_waits(in_process: InProcessDaemon) -> None:
+def test_a_lease_lasts_while_its_request_waits(in_process: InProcessDaemon) -> None:
     """Only a copy has one: what is held belongs to the request, which may wait as long as it likes."""
     cache = in_process.open()
     bound = bound_to(cache)
@@ -132,7 +132,7 @@ def test_a_lease_does_not_end_while_its_request_waits(in_process: InProcessDaemo
         assert transfer.blocks == 4
 
 
-def test_memory_that_is_no_more_is_unmapped_and_no_other_tenant_s(in_process: InProcessDaemon) -> None:
+def test_released_memory_is_unmapped_and_not_shared(in_process: InProcessDaemon) -> None:
     cache = in_process.open(threads=1)  # each connection receives extents by itself: there is one
     one, two = bound_to(cache, tenant="one"), bound_to(cache, tenant="two")
     store(one, list(range(64)), 1)

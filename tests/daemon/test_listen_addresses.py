@@ -38,18 +38,18 @@ def loopback(port: int) -> str:
     return f"0100007F:{port:04X}"
 
 
-def test_by_itself_on_its_socket_alone(make_daemon: Callable[..., DaemonProcess]) -> None:
+def test_by_default_only_the_unix_socket_listens(make_daemon: Callable[..., DaemonProcess]) -> None:
     assert listening(make_daemon().start()) == set()
 
 
-def test_each_port_on_loopback_unless_told_otherwise(make_daemon: Callable[..., DaemonProcess]) -> None:
+def test_ports_listen_on_loopback_by_default(make_daemon: Callable[..., DaemonProcess]) -> None:
     pytest.importorskip("uvicorn", reason="HTTP needs the extra daemon")
     http, port = free_port(), free_port()
     daemon = make_daemon(HTTP__ENABLED="true", HTTP__PORT=http, DAEMON__LISTEN=f"127.0.0.1:{port}")
     assert listening(daemon.start("--insecure-loopback")) == {loopback(http), loopback(port)}
 
 
-def test_where_it_was_told(make_daemon: Callable[..., DaemonProcess]) -> None:
+def test_a_port_listens_on_its_configured_host(make_daemon: Callable[..., DaemonProcess]) -> None:
     pytest.importorskip("uvicorn", reason="HTTP needs the extra daemon")
     http = free_port()
     daemon = make_daemon(HTTP__ENABLED="true", HTTP__PORT=http, HTTP__HOST="127.0.0.2")

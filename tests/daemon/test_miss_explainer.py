@@ -27,7 +27,7 @@ def ask(bound: Any, ids: list[int], name: str, *, store: bool = False, **more: A
             assert r.store(engine.described, engine.ids(blocks)).wait(60)
 
 
-def test_whose_it_is(in_process: InProcessDaemon) -> None:
+def test_a_miss_names_its_agent_and_session(in_process: InProcessDaemon) -> None:
     bound = bound_to(in_process.open())
     with bound.request(id="named", agent="planner", session="s" * 1000) as r:
         r.match(OLD)
@@ -51,7 +51,7 @@ def story(in_process: InProcessDaemon, name: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("digests", [False, True])
-def test_diverged_at_a_token(in_process: InProcessDaemon, digests: bool) -> None:
+def test_a_diverged_miss_names_the_token(in_process: InProcessDaemon, digests: bool) -> None:
     def named(ids: list[int]) -> dict[str, Any]:
         ends = range(4, len(ids) + 1, 4)
         return {"digests": [hashlib.sha256(str(ids[:end]).encode()).digest() for end in ends]} if digests else {}
@@ -67,7 +67,7 @@ def test_diverged_at_a_token(in_process: InProcessDaemon, digests: bool) -> None
     until(lambda: in_process.cache.counters.tree()["misses"] == {"cold": 1, "diverged": 1})
 
 
-def test_diverged_within_the_first_block(in_process: InProcessDaemon) -> None:
+def test_divergence_within_the_first_block_is_found(in_process: InProcessDaemon) -> None:
     wide = KVLayout.mha(layers=1, kv_heads=1, head_dim=4, block_tokens=16)
     bound = in_process.open().namespace(wide, model="m", revision="1")
     ask(bound, OLD, "old")
@@ -77,7 +77,7 @@ def test_diverged_within_the_first_block(in_process: InProcessDaemon) -> None:
     until(lambda: in_process.cache.counters.tree()["misses"] == {"cold": 1, "diverged": 1})
 
 
-def test_apart_by_which_field(in_process: InProcessDaemon) -> None:
+def test_a_namespace_mismatch_names_the_field(in_process: InProcessDaemon) -> None:
     cache = in_process.open()
     ask(bound_to(cache), OLD, "old", store=True)
     with cache.namespace(LAYOUT, model="another", revision="1").request(id="apart") as r:
@@ -88,7 +88,7 @@ def test_apart_by_which_field(in_process: InProcessDaemon) -> None:
     assert "model" in told["differs"]
 
 
-def test_what_was_found_whole_sends_no_tokens(in_process: InProcessDaemon) -> None:
+def test_a_full_hit_sends_no_tokens(in_process: InProcessDaemon) -> None:
     bound = bound_to(in_process.open())
     ask(bound, OLD, "old", store=True)
     ask(bound, OLD, "again")
@@ -96,9 +96,7 @@ def test_what_was_found_whole_sends_no_tokens(in_process: InProcessDaemon) -> No
     assert asked(in_process, "again").ids == []
 
 
-def test_tokens_count_among_what_a_client_may_have(
-    in_process: InProcessDaemon, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_sent_tokens_count_in_the_clients_memory(in_process: InProcessDaemon, monkeypatch: pytest.MonkeyPatch) -> None:
     bound = bound_to(in_process.open())
     assert MAX_SIGNATURE_BYTES > 1 << 20
     monkeypatch.setattr("kvcache.daemon.server.client_session.MAX_SIGNATURE_BYTES", 10 * 32 + 40 * 4 - 1)

@@ -52,7 +52,7 @@ def test_a_client_of_many_namespaces_releases_the_oldest(in_process: InProcessDa
 
 
 @pytest.mark.usefixtures("few")
-def test_a_tenant_binds_no_more_than_leaves_another_its_share(make_in_process: Make, tmp_path: Path) -> None:
+def test_a_tenant_cannot_bind_into_anothers_share(make_in_process: Make, tmp_path: Path) -> None:
     in_process = make_in_process(daemon__tenants_file=str(everybody(tmp_path / "t")))
     share, tokens = 12 // 6, list(range(8))
     engines = [came_in(in_process, ACME, tmp_path) for _ in range(3)]
@@ -72,7 +72,7 @@ def test_a_tenant_binds_no_more_than_leaves_another_its_share(make_in_process: M
     assert in_process.daemon._namespace_registry._fair_share.used("beta") == share
 
 
-def test_a_scheduler_and_its_worker_at_their_share_go_on_with_new_namespaces(
+def test_sessions_at_their_share_can_bind_new_namespaces(
     make_in_process: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Both have all of them bound, and neither gives up any by itself."""
@@ -94,7 +94,7 @@ def test_a_scheduler_and_its_worker_at_their_share_go_on_with_new_namespaces(
 
 
 @pytest.mark.usefixtures("few")
-def test_a_tenant_that_may_have_none_is_refused(in_process: InProcessDaemon) -> None:
+def test_a_tenant_with_a_zero_limit_is_refused(in_process: InProcessDaemon) -> None:
     bindings = NamespaceRegistry(in_process.cache, lambda: 100)
     for i in range(12):
         bindings.acquire("first", partial(bound_to, in_process.cache, cache_salt=str(i)), "session")
@@ -106,7 +106,7 @@ def test_a_tenant_that_may_have_none_is_refused(in_process: InProcessDaemon) -> 
 
 
 @pytest.mark.usefixtures("few")
-def test_a_client_at_its_tenants_share_goes_on_with_those_it_used_last(make_in_process: Make, tmp_path: Path) -> None:
+def test_a_client_at_its_share_keeps_recent_namespaces(make_in_process: Make, tmp_path: Path) -> None:
     in_process = make_in_process(daemon__tenants_file=str(everybody(tmp_path / "t")))
     fills, engine = came_in(in_process, ACME, tmp_path), came_in(in_process, ACME, tmp_path)
     for i in range(6):
@@ -121,7 +121,7 @@ def test_a_client_at_its_tenants_share_goes_on_with_those_it_used_last(make_in_p
 
 
 @pytest.mark.usefixtures("few")
-def test_a_refused_namespace_costs_a_client_none_of_its_others(in_process: InProcessDaemon) -> None:
+def test_a_refused_namespace_keeps_the_others_bound(in_process: InProcessDaemon) -> None:
     cache, tokens = in_process.open(), list(range(8))
     bounds = [bound_to(cache, cache_salt=str(i)) for i in range(8)]
     expected = [store(bound, tokens, i) for i, bound in enumerate(bounds)]
@@ -149,7 +149,7 @@ def refuse(error: type[Exception], *_: object) -> NoReturn:
 
 
 @pytest.mark.usefixtures("few")
-def test_a_namespace_that_is_ended_as_it_is_bound_again_stays(in_process: InProcessDaemon) -> None:
+def test_a_namespace_bound_again_while_released_stays(in_process: InProcessDaemon) -> None:
     cache = in_process.open()
     bound = bound_to(cache)
     with cache.connected() as connection:
@@ -161,7 +161,7 @@ def test_a_namespace_that_is_ended_as_it_is_bound_again_stays(in_process: InProc
 
 
 @pytest.mark.usefixtures("few")
-def test_what_no_engine_has_bound_is_forgotten_and_its_records_are_found_again(in_process: InProcessDaemon) -> None:
+def test_unbound_namespaces_are_dropped_and_found_again(in_process: InProcessDaemon) -> None:
     tokens, expected = list(range(8)), []
     seen: list[weakref.ref[Any]] = []
     for i in range(14):
@@ -184,7 +184,7 @@ def test_what_no_engine_has_bound_is_forgotten_and_its_records_are_found_again(i
 
 
 @pytest.mark.usefixtures("few")
-def test_whose_a_record_is_is_known_for_as_long_as_it_is_there(in_process: InProcessDaemon) -> None:
+def test_a_records_owner_is_known_while_it_exists(in_process: InProcessDaemon) -> None:
     """An engine that binds one namespace after the other escapes neither its quota nor an erasure."""
     cache = in_process.cache
     for i in range(12):
@@ -206,7 +206,7 @@ def test_whose_a_record_is_is_known_for_as_long_as_it_is_there(in_process: InPro
     assert cache.check() == []
 
 
-def test_one_binding_of_several_sessions_is_one_and_stays_for_the_last(in_process: InProcessDaemon) -> None:
+def test_a_shared_binding_lasts_until_its_last_session(in_process: InProcessDaemon) -> None:
     bindings, made = NamespaceRegistry(in_process.cache, lambda: 1), bound_to(in_process.cache)
     for session in (1, 2, 3, 3):
         assert bindings.acquire("a", lambda: made, session) is made
@@ -222,7 +222,7 @@ def test_one_binding_of_several_sessions_is_one_and_stays_for_the_last(in_proces
 
 
 @pytest.mark.usefixtures("few")
-def test_binding_without_end_pushes_out_no_other_tenant(in_process: InProcessDaemon) -> None:
+def test_endless_binding_evicts_no_other_tenant(in_process: InProcessDaemon) -> None:
     bindings = NamespaceRegistry(in_process.cache, lambda: 1)
     quiet_one = bound_to(in_process.cache, tenant="quiet")
     bindings.acquire("a", lambda: quiet_one, 1)
@@ -236,7 +236,7 @@ def test_binding_without_end_pushes_out_no_other_tenant(in_process: InProcessDae
 
 
 @pytest.mark.usefixtures("few")
-def test_what_an_open_request_is_of_stays_bound(in_process: InProcessDaemon) -> None:
+def test_a_namespace_of_an_open_request_stays_bound(in_process: InProcessDaemon) -> None:
     cache, tokens = in_process.open(), list(range(8))
     first = bound_to(cache)
     with first.request() as request:
@@ -251,7 +251,7 @@ def test_what_an_open_request_is_of_stays_bound(in_process: InProcessDaemon) -> 
     until(lambda: mine in in_process.daemon._namespace_registry._idle)
 
 
-def test_what_is_bound_and_stored_to_while_it_is_looked_stays_its_tenants(
+def test_a_namespace_bound_during_gc_keeps_its_tenant(
     in_process: InProcessDaemon, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cache, index = in_process.cache, in_process.cache.index

@@ -96,7 +96,7 @@ def test_every_flush_waits_for_a_begun_store(in_process: InProcessDaemon, hold: 
     assert transfer.wait(60)
 
 
-def test_it_is_waited_for_also_where_the_daemon_has_not_read_of_it(
+def test_a_flush_waits_for_an_unread_store_notice(
     in_process: InProcessDaemon, hold: Hold, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Who asks may come before the client's message has had its turn."""
@@ -126,7 +126,7 @@ def test_it_is_waited_for_also_where_the_daemon_has_not_read_of_it(
     assert coming.wait(60)
 
 
-def test_a_request_that_is_closed_does_not_lose_what_it_stores(in_process: InProcessDaemon, hold: Hold) -> None:
+def test_a_closed_requests_store_still_completes(in_process: InProcessDaemon, hold: Hold) -> None:
     cache = in_process.open()
     go, bound = hold(cache), bound_to(cache)
     stores = [begin(bound, [turn, *TOKENS[1:]], turn) for turn in range(5)]
@@ -140,7 +140,7 @@ def test_a_request_that_is_closed_does_not_lose_what_it_stores(in_process: InPro
 
 
 @pytest.mark.parametrize("how", ["cancelled", "failed", "hung up"])
-def test_a_store_that_never_comes_delays_no_flush(
+def test_an_announced_store_without_data_delays_no_flush(
     in_process: InProcessDaemon, hold: Hold, how: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cache, other = in_process.open(), in_process.open()
@@ -159,7 +159,7 @@ def test_a_store_that_never_comes_delays_no_flush(
     assert transfer.wait(60)
 
 
-def test_a_tenant_does_not_wait_for_another_s(
+def test_a_flush_does_not_wait_for_other_tenants(
     make_in_process: Callable[..., InProcessDaemon], tmp_path: Path, hold: Hold
 ) -> None:
     in_process = make_in_process(daemon__tenants_file=str(everybody(tmp_path / "tenants")))
@@ -173,7 +173,7 @@ def test_a_tenant_does_not_wait_for_another_s(
     assert root.flush(60)
 
 
-def test_what_one_client_can_keep_others_waiting_with_is_bounded(in_process: InProcessDaemon) -> None:
+def test_pending_stores_per_client_are_bounded(in_process: InProcessDaemon) -> None:
     cache, other = in_process.open(), in_process.open()
     for number in range(MAX_PENDING_STORES + 10):
         cache.connection.post("storing", store=number)
@@ -186,7 +186,7 @@ def test_what_one_client_can_keep_others_waiting_with_is_bounded(in_process: InP
     assert other.flush(60)
 
 
-def test_a_flush_does_not_wait_for_ever_for_a_silent_client(
+def test_a_silent_clients_store_ends_at_its_time_limit(
     in_process: InProcessDaemon, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cache, other = in_process.open(), in_process.open()
@@ -219,7 +219,7 @@ def test_a_client_that_dies_delays_no_flush(in_process: InProcessDaemon) -> None
     assert in_process.cache.flush(60)
 
 
-def test_a_daemon_that_ends_by_an_error_delays_no_flush(tmp_path: Path) -> None:
+def test_a_failed_daemon_delays_no_flush(tmp_path: Path) -> None:
     async def fails() -> None:
         raise ArithmeticError
 
@@ -245,7 +245,7 @@ class TestComing:
         thread.join()
         loop.close()
 
-    def test_what_begins_later_is_not_waited_for(self, loop: asyncio.AbstractEventLoop) -> None:
+    def test_a_flush_does_not_wait_for_later_stores(self, loop: asyncio.AbstractEventLoop) -> None:
         coming = PendingStores(loop, {}, SystemClock())
         last, answers = coming.begin("a"), list[bool]()
         waits = threading.Thread(target=lambda: answers.append(coming.wait(120)))
@@ -258,7 +258,7 @@ class TestComing:
         coming.end("a", last)
         assert coming.wait(60)
 
-    def test_once_the_loop_is_over_it_waits_for_what_has_begun_alone(self) -> None:
+    def test_after_the_loop_a_flush_waits_for_begun_stores(self) -> None:
         loop = asyncio.new_event_loop()
         coming = PendingStores(loop, {}, SystemClock())
         number, answers = coming.begin("a"), list[bool]()
@@ -295,7 +295,7 @@ class TestComing:
         coming.begin("a")
         assert coming.wait(None)
 
-    def test_they_end_in_any_order(self, loop: asyncio.AbstractEventLoop) -> None:
+    def test_pending_stores_may_end_in_any_order(self, loop: asyncio.AbstractEventLoop) -> None:
         coming = PendingStores(loop, {}, SystemClock())
         numbers = {coming.begin(tenant): tenant for tenant in "abcab" * 3}
         for number in random.Random(1).sample(sorted(numbers), len(numbers)):
@@ -305,7 +305,7 @@ class TestComing:
             coming.end(numbers.pop(number), number)
         assert coming.wait(0)
 
-    def test_one_turn_hears_for_all_who_wait_and_no_other_tenant_s_clients(self) -> None:
+    def test_waiters_share_one_read_of_their_tenants_clients(self) -> None:
         to_do, heard = Queue[Callable[[], None]](), list[str]()
         clients = {
             Mock(catch_up=partial(heard.append, name)): SimpleNamespace(tenant=SimpleNamespace(name=name))

@@ -30,7 +30,7 @@ def settings(**given: Any) -> Any:
     return load_settings(None, environ={}, **{"nvme__enabled": False, **given})
 
 
-def test_settings_that_make_no_sense_leave_the_old_one_serving(make_daemon: Callable[..., DaemonProcess]) -> None:
+def test_invalid_settings_leave_the_old_daemon_serving(make_daemon: Callable[..., DaemonProcess]) -> None:
     daemon = make_daemon().start()
     with daemon.open() as cache:
         expected = store(bound_to(cache), PROMPT, 1)
@@ -56,7 +56,7 @@ def test_settings_that_make_no_sense_leave_the_old_one_serving(make_daemon: Call
         ),
     ],
 )
-def test_what_opening_a_cache_would_refuse_is_refused_before(
+def test_preflight_refuses_whatever_an_open_would(
     monkeypatch: pytest.MonkeyPatch, given: dict[str, Any], said: str
 ) -> None:
     monkeypatch.setitem(sys.modules, "obstore.store", None)  # as where it is not installed
@@ -65,7 +65,7 @@ def test_what_opening_a_cache_would_refuse_is_refused_before(
         check_settings(settings(host__capacity_bytes="32MiB", **given), None)
 
 
-def test_an_arena_without_a_set_size_may_match_the_one_before(tmp_path: Path) -> None:
+def test_a_default_arena_may_match_the_previous_one(tmp_path: Path) -> None:
     """Beside which there is less room now than there will be."""
     found = Tenants.read(os.fspath(tenants(tmp_path / "tenants", str(memory().allowed_bytes * 2 // 5))))
     check_settings(settings(), found)

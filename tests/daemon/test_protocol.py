@@ -36,14 +36,14 @@ PAGE = (Path(__file__).parents[2] / "docs" / "spec" / "protocol.md").read_text(e
 KINDS = {int: "int", str: "str", bytes: "bytes", dict: "dict", list: "list", (int, float): "number"}
 
 
-def test_vectors() -> None:
+def test_messages_equal_the_vectors() -> None:
     hello, match, lent = (bytes.fromhex(v) for v in re.findall(r"```\n([0-9a-f ]+)\n```", PAGE))
     assert pack({"op": "hello", "version": 1, "role": "control", "engine": "e"}) == hello
     assert pack({"op": "match", "request": 7, "signatures": b"\xab" * 32}) == match
     assert np.frombuffer(lent, LEASE_DTYPE).tolist() == [(1, 2, 0, 3, 4, 5)]
 
 
-def test_the_page_has_every_question_with_its_fields() -> None:
+def test_the_page_lists_every_op_with_its_fields() -> None:
     rows = re.findall(r"^\| `(\w+)` \| (control|mover|any) \|(.*?)\|(.*?)\|$", PAGE, re.MULTILINE)
     assert [name for name, *_ in rows] == list(OPS)
     for name, role, fields, has_reply in rows:
@@ -56,7 +56,7 @@ def test_the_page_has_every_question_with_its_fields() -> None:
         assert (has_reply.strip() == "none") == (not op.has_reply)
 
 
-def test_the_page_has_outcomes_and_errors() -> None:
+def test_the_page_lists_outcomes_and_errors() -> None:
     said = re.search(r"one byte a block: (.*?)\.", PAGE, re.DOTALL)
     assert said is not None
     expected = ", ".join(f"{code} {outcome.value.replace('_', ' ')}" for code, outcome in enumerate(WIRE_OUTCOMES))
@@ -69,14 +69,14 @@ def test_the_page_has_outcomes_and_errors() -> None:
 @given(
     st.dictionaries(st.text(max_size=8), st.one_of(st.integers(-5, 5), st.binary(max_size=9), st.none()), max_size=5)
 )
-def test_what_is_packed_is_unpacked(message: dict[str, object]) -> None:
+def test_messages_round_trip(message: dict[str, object]) -> None:
     frame = pack(message)
     assert body_length(frame[:HEADER_BYTES]) == len(frame) - HEADER_BYTES
     assert unpack(frame[HEADER_BYTES:]) == message
 
 
 @given(st.binary(max_size=200))
-def test_bytes_that_are_no_message_are_refused(body: bytes) -> None:
+def test_malformed_bytes_are_refused(body: bytes) -> None:
     try:
         message = unpack(body)
         parse_request(message, "control")
@@ -85,7 +85,7 @@ def test_bytes_that_are_no_message_are_refused(body: bytes) -> None:
     assert message["op"] in OPS
 
 
-def test_what_is_too_long_is_neither_sent_nor_read() -> None:
+def test_an_oversized_message_is_neither_sent_nor_read() -> None:
     with pytest.raises(ProtocolError):
         pack({"signatures": bytes(MAX_FRAME_BYTES)})
     with pytest.raises(ProtocolError):
@@ -105,7 +105,7 @@ def test_what_is_too_long_is_neither_sent_nor_read() -> None:
         {"op": "match", "request": 1, "signatures": "text"},
     ],
 )
-def test_a_question_without_sense_is_refused(message: dict[str, object]) -> None:
+def test_an_invalid_op_is_refused(message: dict[str, object]) -> None:
     with pytest.raises(ProtocolError):
         parse_request(message, "control")
 
@@ -124,7 +124,7 @@ def test_errors_keep_their_class() -> None:
 
 
 @pytest.mark.parametrize("layout", [FULL, HYBRID])
-def test_layouts_and_shards_come_back(layout: KVLayout) -> None:
+def test_layouts_and_shards_round_trip(layout: KVLayout) -> None:
     assert parse_layout(unpack(pack(layout.describe())[HEADER_BYTES:])) == layout
     assert parse_shards(describe_shards(layout.whole)) == list(layout.whole)
 
@@ -140,6 +140,6 @@ def test_layouts_and_shards_come_back(layout: KVLayout) -> None:
         {"groups": [{"order": []}] * 1000, "block_tokens": 4},
     ],
 )
-def test_a_layout_without_sense_is_a_layout_error(found: dict[str, object]) -> None:
+def test_an_invalid_layout_is_a_layout_error(found: dict[str, object]) -> None:
     with pytest.raises(LayoutError):
         parse_layout(found)

@@ -25,7 +25,7 @@ def limited(path: Path, **tenants: Any) -> str:
 
 @pytest.mark.parametrize("policy", ["lru", "hazard"])
 @pytest.mark.parametrize("share", ["map", "copy"])
-def test_a_greedy_tenant_cannot_push_another_below_its_share(
+def test_a_greedy_tenant_leaves_others_their_share(
     make_in_process: Make, tmp_path: Path, policy: str, share: str
 ) -> None:
     file = limited(tmp_path / "t", acme={"host_guaranteed_bytes": 16 * SLOT, "share": share}, beta={"share": share})
@@ -44,7 +44,7 @@ def test_a_greedy_tenant_cannot_push_another_below_its_share(
     assert [load(acme, list(range(100 * i, 100 * i + 16))) for i in range(4)] == mine
 
 
-def test_a_quota_holds_and_costs_no_other_tenant(make_in_process: Make, tmp_path: Path) -> None:
+def test_a_quota_holds_without_cost_to_others(make_in_process: Make, tmp_path: Path) -> None:
     in_process = make_in_process(daemon__tenants_file=limited(tmp_path / "t", beta={"host_quota_bytes": 8 * SLOT}))
     acme, beta = (bound_to(came_in(in_process, token, tmp_path)) for token in (ACME, BETA))
     mine = store(acme, list(range(64)), 1)
@@ -54,7 +54,7 @@ def test_a_quota_holds_and_costs_no_other_tenant(make_in_process: Make, tmp_path
     assert load(acme, list(range(64))) == mine
 
 
-def test_limits_are_read_again_and_go_with_their_tenant(make_in_process: Make, tmp_path: Path) -> None:
+def test_limits_are_reloaded_and_removed_with_their_tenant(make_in_process: Make, tmp_path: Path) -> None:
     path = tmp_path / "t"
     in_process = make_in_process(
         daemon__tenants_file=limited(path, acme={"host_quota_bytes": 5 * SLOT}),
@@ -72,7 +72,7 @@ def test_limits_are_read_again_and_go_with_their_tenant(make_in_process: Make, t
     assert quotas.of("beta", "host") == Quota(1 << 20, 2 * SLOT)
 
 
-def test_more_least_shares_than_there_is_are_refused_at_start(
+def test_shares_beyond_the_capacity_are_refused_at_start(
     make_daemon: Callable[..., DaemonProcess], tmp_path: Path
 ) -> None:
     file = limited(tmp_path / "t", acme={"host_guaranteed_bytes": "20MiB"}, beta={"host_guaranteed_bytes": "20MiB"})

@@ -37,7 +37,7 @@ class TestBucket:
         rate=st.floats(0.5, 1000),
         steps=st.lists(st.tuples(st.floats(0, 5), st.floats(0.01, 3000)), max_size=60),
     )
-    def test_no_window_gets_more_than_its_rate_and_one_second_and_one_transfer(
+    def test_a_window_exceeds_its_rate_by_one_burst_at_most(
         self, rate: float, steps: list[tuple[float, float]]
     ) -> None:
         clock = Turned()
@@ -54,7 +54,7 @@ class TestBucket:
                 assert got <= rate * (then - began + 1) + 1e-6  # the last one may owe
                 got += amount
 
-    def test_what_is_owed_is_paid_for(self) -> None:
+    def test_an_overdrawn_bucket_refills_to_its_rate(self) -> None:
         clock = Turned()
         bucket = TokenBucket(10, clock)
         bucket.consume(35)  # 10 were there
@@ -64,12 +64,12 @@ class TestBucket:
         clock.time += 100
         assert bucket.level() == 10, "no more than a second is saved up"
 
-    def test_none_is_no_limit(self) -> None:
+    def test_a_rate_of_none_is_no_limit(self) -> None:
         bucket = TokenBucket(None, Turned())
         bucket.consume(1e30)
         assert bucket.level() == float("inf")
 
-    def test_another_rate_forgives_nothing(self) -> None:
+    def test_a_new_rate_keeps_the_debt(self) -> None:
         clock = Turned()
         bucket = TokenBucket(10, clock)
         bucket.consume(50)
@@ -82,7 +82,7 @@ class TestBucket:
 
 
 class TestMeter:
-    def test_operations_and_bytes_are_counted_apart(self) -> None:
+    def test_operations_and_bytes_have_separate_limits(self) -> None:
         clock = Turned()
         rate_limit = RateLimit(Tenant(name="t", operations=2, bandwidth=100), clock)
         assert [rate_limit.count_operation(), rate_limit.count_operation(), rate_limit.count_operation()] == [
@@ -98,7 +98,7 @@ class TestMeter:
         assert rate_limit.count_operation(moves=True)
         assert (rate_limit.refused, rate_limit.moved_bytes) == (2, 150)
 
-    def test_an_operation_that_cannot_be_refused_takes_its_share(self) -> None:
+    def test_an_irrefusable_operation_is_charged(self) -> None:
         rate_limit = RateLimit(Tenant(name="t", operations=1), Turned())
         assert [rate_limit.count_operation(refusable=False), rate_limit.count_operation(refusable=False)] == [
             True,
@@ -107,7 +107,7 @@ class TestMeter:
         assert not rate_limit.count_operation()
         assert rate_limit.refused == 1
 
-    def test_a_flood_is_told_from_a_burst(self) -> None:
+    def test_a_flood_is_distinguished_from_a_burst(self) -> None:
         rate_limit = RateLimit(Tenant(name="t", operations=10), Turned())
         for _ in range(110):
             rate_limit.count_operation()
@@ -127,9 +127,7 @@ def limited(make_in_process: Callable[..., InProcessDaemon], tmp_path: Path) -> 
     return make
 
 
-def test_beyond_its_operations_a_tenant_misses_and_others_do_not(
-    limited: Callable[..., InProcessDaemon], tmp_path: Path
-) -> None:
+def test_a_tenant_beyond_its_op_rate_gets_misses(limited: Callable[..., InProcessDaemon], tmp_path: Path) -> None:
     in_process = limited(operations=40)
     acme, beta = (bound_to(came_in(in_process, token, tmp_path)) for token in (ACME, BETA))
     tokens = list(range(16))
@@ -171,7 +169,7 @@ def test_a_flooding_client_is_closed_and_reconnects(limited: Callable[..., InPro
     assert bound_to(came_in(in_process, BETA, tmp_path)).request().match([1, 2, 3, 4]).reason == "cold"
 
 
-def test_what_is_said_of_stores_is_no_question(limited: Callable[..., InProcessDaemon], tmp_path: Path) -> None:
+def test_store_notices_do_not_count_as_operations(limited: Callable[..., InProcessDaemon], tmp_path: Path) -> None:
     in_process = limited(operations=4)
     cache = came_in(in_process, ACME, tmp_path)
     acme = bound_to(cache)
@@ -194,7 +192,7 @@ def test_only_a_refused_operation_counts_as_refused(limited: Callable[..., InPro
     assert told["refused"] == 1
 
 
-def test_beyond_its_bandwidth_a_tenant_moves_nothing(limited: Callable[..., InProcessDaemon], tmp_path: Path) -> None:
+def test_a_tenant_beyond_its_bandwidth_moves_no_bytes(limited: Callable[..., InProcessDaemon], tmp_path: Path) -> None:
     in_process = limited(bandwidth="64KiB")  # a record takes 12 KiB of the arena
     acme = bound_to(came_in(in_process, ACME, tmp_path))
     tokens = list(range(32))

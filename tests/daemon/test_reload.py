@@ -40,7 +40,7 @@ def opened(daemon: DaemonProcess, token: str) -> Iterator[Any]:
         yield cache
 
 
-def test_tenants_come_and_go_without_a_restart(make_daemon: Callable[..., DaemonProcess]) -> None:
+def test_tenants_are_added_and_removed_by_a_reload(make_daemon: Callable[..., DaemonProcess]) -> None:
     daemon = make_daemon(LOG__FORMAT="text", LOG__LEVEL="info")
     tenants, first, second = daemon.directory / "tenants", new_token(), new_token()
     daemon.environ["KVCACHE_DAEMON__TENANTS_FILE"] = str(written(tenants, acme={"tokens": [token_hash(first)]}))
@@ -66,7 +66,7 @@ def test_tenants_come_and_go_without_a_restart(make_daemon: Callable[..., Daemon
     assert daemon.terminate()[0] == 0
 
 
-def test_the_log_s_level_is_read_again(make_daemon: Callable[..., DaemonProcess], tmp_path: Path) -> None:
+def test_the_log_level_is_reloaded(make_daemon: Callable[..., DaemonProcess], tmp_path: Path) -> None:
     file = tmp_path / "kvcache.toml"
     file.write_text('[log]\nformat = "text"\nlevel = "warning"\n')
     daemon = make_daemon().start(str(file))
@@ -79,7 +79,7 @@ def test_the_log_s_level_is_read_again(make_daemon: Callable[..., DaemonProcess]
     assert "namespace bound: model=first" not in "".join(daemon.output)
 
 
-def test_a_certificate_is_renewed_without_a_restart(make_daemon: Callable[..., DaemonProcess], tmp_path: Path) -> None:
+def test_a_certificate_is_renewed_by_a_reload(make_daemon: Callable[..., DaemonProcess], tmp_path: Path) -> None:
     (tmp_path / "new").mkdir()
     before, after = Authority(tmp_path), Authority(tmp_path / "new")
     address, token = f"127.0.0.1:{free_port()}", new_token()
@@ -158,7 +158,7 @@ def test_nothing_sensitive_is_logged(make_daemon: Callable[..., DaemonProcess]) 
 
 
 @pytest.mark.skipif(shutil.which("setpriv") is None, reason="setpriv takes the rights away")
-def test_it_needs_no_rights(make_daemon: Callable[..., DaemonProcess]) -> None:
+def test_a_daemon_runs_without_privileges(make_daemon: Callable[..., DaemonProcess]) -> None:
     """Without any capability, and no way to get one."""
     daemon = make_daemon(nvme=True)
     daemon.wrapper = ["setpriv", "--no-new-privs", "--inh-caps=-all"]

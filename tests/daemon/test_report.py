@@ -53,7 +53,7 @@ def every(report: Report) -> dict[str, Any]:
     }
 
 
-def test_an_operator_sees_all(cache: Cache) -> None:
+def test_an_operator_sees_all_tenants(cache: Cache) -> None:
     told = every(Report(cache))
     assert told["stats"] == cache.stats()
     assert told["curve"] == cache.curve()
@@ -69,7 +69,7 @@ def test_an_operator_sees_all(cache: Cache) -> None:
     assert {event["kind"] for event in told["events"]} == {"stored"}
 
 
-def test_a_tenant_sees_its_own_and_no_trace_of_another(cache: Cache) -> None:
+def test_a_tenants_report_shows_no_other_tenant(cache: Cache) -> None:
     acme, zeta = (bound_to(cache, tenant=tenant) for tenant in ("acme", "zeta"))
     told = every(Report(cache, "acme"))
     said = repr(told)
@@ -91,7 +91,7 @@ def test_a_tenant_sees_its_own_and_no_trace_of_another(cache: Cache) -> None:
     assert (spied["reason"], "other" in spied, "differs" in spied) == ("cold", False, False)
 
 
-def test_another_tenant_s_block_looks_like_an_absent_one(cache: Cache) -> None:
+def test_another_tenants_block_looks_absent(cache: Cache) -> None:
     report = Report(cache, "acme")
     ask(bound_to(cache, tenant="acme"), list(range(7000, 7032)), "acme-spies")
     theirs, nobodys = (
@@ -109,7 +109,7 @@ def test_another_tenant_s_block_looks_like_an_absent_one(cache: Cache) -> None:
 
 
 @pytest.mark.parametrize("left", [False, True])
-def test_a_prompt_parts_from_an_own_one_despite_other_tenants(cache: Cache, left: bool) -> None:
+def test_divergence_uses_only_the_tenants_own_prompts(cache: Cache, left: bool) -> None:
     acme, zeta, told = bound_to(cache, tenant="acme"), bound_to(cache, tenant="zeta"), []
     for n, kept in enumerate((True, False)):
         guess = list(range(2000 + 100 * n, 2016 + 100 * n))
@@ -135,7 +135,7 @@ def test_a_prompt_parts_from_an_own_one_despite_other_tenants(cache: Cache, left
         assert theirs["reason"] == "diverged"
 
 
-def test_a_tenant_is_not_told_for_whose_request_its_blocks_left() -> None:
+def test_an_eviction_hides_the_other_tenants_request() -> None:
     settings = load_settings(None, host={"capacity_bytes": "768KiB", "slab_bytes": "192KiB"}, nvme__enabled=False)
     with Cache(settings) as made:
         for tenant, first in (("acme", 0), ("zeta", 1000)):
@@ -151,7 +151,7 @@ def test_a_tenant_is_not_told_for_whose_request_its_blocks_left() -> None:
         assert {event["request"] for event in told if event["kind"] == "stored"} == {"engine-of-acme/1"}
 
 
-def test_a_tenant_s_statistics_wait_for_no_count(cache: Cache, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_tenants_statistics_do_not_wait_for_counts(cache: Cache, monkeypatch: pytest.MonkeyPatch) -> None:
     def records() -> int:
         return int(Report(cache, "acme").stats()["tiers"].get("host", {}).get("records", 0))
 
@@ -180,14 +180,14 @@ def test_a_tenant_s_statistics_wait_for_no_count(cache: Cache, monkeypatch: pyte
     assert threading.current_thread() not in threads
 
 
-def test_a_tenant_without_anything_sees_nothing(cache: Cache) -> None:
+def test_a_tenant_without_blocks_sees_an_empty_report(cache: Cache) -> None:
     told = every(Report(cache, "nobody"))
     assert all(tier["points"] == [] for tier in told.pop("curve")["tiers"].values())
     assert told.pop("stats") == {"tiers": {}, "counters": {"requests": 0, "asked_tokens": 0, "hit_tokens": {}}}
     assert set(map(len, told.values())) == {0}
 
 
-def test_counts_are_checked(cache: Cache) -> None:
+def test_count_arguments_are_checked(cache: Cache) -> None:
     report = Report(cache)
     assert len(report.events(1)) == 1
     assert report.events(0) == []
@@ -198,7 +198,7 @@ def test_counts_are_checked(cache: Cache) -> None:
                 call(count)  # type: ignore[arg-type]
 
 
-def test_nothing_is_changed_by_asking(cache: Cache) -> None:
+def test_reports_change_no_state(cache: Cache) -> None:
     before, clock = cache.stats(), cache.index.clock
     every(Report(cache))
     every(Report(cache, "acme"))

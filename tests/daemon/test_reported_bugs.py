@@ -39,7 +39,7 @@ from tests.daemon.in_process_daemon import InProcessDaemon, until
 Make = Callable[..., DaemonProcess]
 
 
-def test_a_client_that_was_silent_is_known_as_before(in_process: InProcessDaemon) -> None:
+def test_a_silent_clients_session_is_kept(in_process: InProcessDaemon) -> None:
     """However much others do meanwhile: nothing of it ends by a timer, so there is none to turn."""
     cache = in_process.open()
     bound = bound_to(cache)
@@ -52,7 +52,7 @@ def test_a_client_that_was_silent_is_known_as_before(in_process: InProcessDaemon
     assert in_process.daemon.sessions[0] is session
 
 
-def test_a_restart_between_two_questions_is_no_fault_of_anybody(make_daemon: Make) -> None:
+def test_a_restart_between_two_calls_fails_no_request(make_daemon: Make) -> None:
     daemon = make_daemon(nvme=True).start()
     with daemon.open() as cache:
         bound, engine = bound_to(cache), Engine(LAYOUT)
@@ -72,7 +72,7 @@ def test_a_restart_between_two_questions_is_no_fault_of_anybody(make_daemon: Mak
         assert len(bound.join("x").signatures) == 4
 
 
-def test_a_daemon_that_hangs_delays_a_client_once(make_daemon: Make) -> None:
+def test_a_hung_daemon_delays_a_client_once(make_daemon: Make) -> None:
     daemon = make_daemon().start()
     cache = daemon.open()
     assert daemon.process is not None
@@ -123,7 +123,7 @@ def test_a_daemon_answers_a_flush_before_its_client_gives_up(
     assert report.tiers == {"nvme": TierFlush(reached=3, refused=1, lost=1)}, "what each answer told once is kept"
 
 
-def test_loads_of_several_requests_are_under_way_together(in_process: InProcessDaemon) -> None:
+def test_loads_of_several_requests_overlap(in_process: InProcessDaemon) -> None:
     """One that waits keeps no other: each of them is let in before any is let go."""
     clients = [in_process.open(threads=1) for _ in range(8)]
     expected = store(bound_to(clients[0]), list(range(8)), 1)
@@ -154,7 +154,7 @@ def test_loads_of_several_requests_are_under_way_together(in_process: InProcessD
     assert found == [expected] * 8
 
 
-def test_a_hybrid_is_found_as_far_as_every_group_can_be_served(in_process: InProcessDaemon) -> None:
+def test_a_hybrid_hit_ends_where_a_group_has_no_block(in_process: InProcessDaemon) -> None:
     bound, engine = bind(in_process.open(), HYBRID), Engine(HYBRID)
     engine.fill(1, list(range(6)))
     tokens = list(range(24))
@@ -171,7 +171,7 @@ def test_a_hybrid_is_found_as_far_as_every_group_can_be_served(in_process: InPro
         assert r.match().blocks == 5
 
 
-def test_a_prompt_larger_than_host_is_kept_in_part_at_once(in_process: InProcessDaemon) -> None:
+def test_a_prompt_larger_than_host_is_stored_in_part(in_process: InProcessDaemon) -> None:
     engine = Engine(LAYOUT, pages=200)
     engine.fill(1, list(range(200)))
     tokens = list(range(800))
@@ -185,7 +185,7 @@ def test_a_prompt_larger_than_host_is_kept_in_part_at_once(in_process: InProcess
         assert r.match().blocks == transfer.blocks
 
 
-def test_ranks_agree_on_what_all_of_them_have(in_process: InProcessDaemon) -> None:
+def test_ranks_agree_on_the_common_hit(in_process: InProcessDaemon) -> None:
     layout = KVLayout.mha(layers=2, kv_heads=4, head_dim=64, dtype="fp32", block_tokens=4)
     ranks = [[layout.shard(heads=(0, 2))], [layout.shard(heads=(2, 4))]]
     from kvcache.transfer.pages import GroupPages

@@ -51,7 +51,7 @@ def standing() -> Iterator[DaemonProcess]:
         assert daemon.terminate()[0] == 0
 
 
-def test_what_an_engine_stored_is_there_for_the_next_and_after_a_restart(make_daemon: Make) -> None:
+def test_stored_blocks_serve_other_engines_and_restarts(make_daemon: Make) -> None:
     daemon, tokens = make_daemon(nvme=True).start(), list(range(40))
     with daemon.open() as cache:
         expected = store(bound_to(cache), tokens, 1)
@@ -68,7 +68,7 @@ def test_what_an_engine_stored_is_there_for_the_next_and_after_a_restart(make_da
         assert load(bound_to(cache), tokens) == expected
 
 
-def test_what_is_queued_is_written_before_it_ends(make_daemon: Make) -> None:
+def test_queued_blocks_are_written_before_exit(make_daemon: Make) -> None:
     daemon, tokens = make_daemon(nvme=True).start(), list(range(200))
     cache = daemon.open()
     expected = store(bound_to(cache), tokens, 2)
@@ -79,9 +79,7 @@ def test_what_is_queued_is_written_before_it_ends(make_daemon: Make) -> None:
     cache.close()
 
 
-def test_no_descriptor_left_is_a_daemon_that_does_not_answer(
-    make_daemon: Make, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_client_without_descriptors_gets_misses(make_daemon: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     daemon, tokens = make_daemon().start(), list(range(40))
     with daemon.open() as cache:
         bound = bound_to(cache)
@@ -105,9 +103,7 @@ def test_no_descriptor_left_is_a_daemon_that_does_not_answer(
         assert load(bound, tokens) == expected
 
 
-def test_whatever_fails_while_a_daemon_is_gone_is_tried_again(
-    make_daemon: Make, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_failed_reconnects_are_retried(make_daemon: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     daemon = make_daemon().start()
     with daemon.open() as cache:
         true = cache._connect
@@ -124,7 +120,7 @@ def test_whatever_fails_while_a_daemon_is_gone_is_tried_again(
         assert left == []
 
 
-def test_check_config_says_what_would_be_served(make_daemon: Make) -> None:
+def test_check_config_prints_the_configuration(make_daemon: Make) -> None:
     daemon = make_daemon()
     done = daemon.run("--check-config")
     assert (done.returncode, "32 MiB of host memory" in done.stdout) == (0, True)
@@ -134,14 +130,14 @@ def test_check_config_says_what_would_be_served(make_daemon: Make) -> None:
     assert (done.returncode, "host.capacity_bytes" in done.stderr) == (2, True)
 
 
-def test_a_second_one_is_told_where_the_first_one_is(standing: DaemonProcess) -> None:
+def test_a_second_daemon_is_refused_with_the_firsts_socket(standing: DaemonProcess) -> None:
     assert standing.process is not None
     done = standing.run()
     assert done.returncode == 2
     assert f"process {standing.process.pid} serves it" in done.stderr
 
 
-def test_a_second_owner_of_a_drive_is_told_the_first_one_s_process_and_socket(make_daemon: Make) -> None:
+def test_a_second_owner_of_a_drive_is_told_the_first(make_daemon: Make) -> None:
     first, second = make_daemon(nvme=True), make_daemon(nvme=True)
     second.environ["KVCACHE_NVME__PATH"] = first.environ["KVCACHE_NVME__PATH"]
     first.start()
@@ -152,7 +148,7 @@ def test_a_second_owner_of_a_drive_is_told_the_first_one_s_process_and_socket(ma
     assert not second.socket.exists()
 
 
-def test_what_a_killed_one_left_is_taken_over(daemon: DaemonProcess) -> None:
+def test_a_stale_socket_is_replaced(daemon: DaemonProcess) -> None:
     daemon.kill()
     assert daemon.socket.exists()
     daemon.start()
@@ -160,9 +156,7 @@ def test_what_a_killed_one_left_is_taken_over(daemon: DaemonProcess) -> None:
         assert cache.check() == []
 
 
-def test_it_says_how_much_memory_engines_with_a_gpu_have_to_lock(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_memory_to_lock_for_gpus_is_logged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     settings = load_settings(None, nvme__enabled=False, host__capacity_bytes="64MiB")
     limit = {"now": (1 << 20, 8 << 20)}
     monkeypatch.setattr("kvcache.daemon.server.service.resource.getrlimit", lambda _: limit["now"])
@@ -175,7 +169,7 @@ def test_it_says_how_much_memory_engines_with_a_gpu_have_to_lock(
     assert memlock_warning(settings) == ""
 
 
-def test_it_says_how_many_descriptors_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_low_descriptor_limit_is_logged(monkeypatch: pytest.MonkeyPatch) -> None:
     settings = load_settings(
         None, host={"capacity_bytes": "64GiB", "slab_bytes": "16MiB"}, nvme__enabled=False, daemon__connections=100
     )
@@ -198,7 +192,7 @@ def test_it_says_how_many_descriptors_it_needs(monkeypatch: pytest.MonkeyPatch) 
     assert raised == [(1 << 20, 1 << 20)], "what a daemon before hands over may be more than is needed"
 
 
-def test_it_says_where_no_file_in_memory_can_be_made(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_memfd_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(name: str, flags: int = 0) -> int:
         raise PermissionError(1, "Operation not permitted")
 
@@ -207,14 +201,14 @@ def test_it_says_where_no_file_in_memory_can_be_made(monkeypatch: pytest.MonkeyP
         raise_limits(load_settings(None, nvme__enabled=False))
 
 
-def test_a_socket_in_a_place_that_will_not_do_is_refused(tmp_path: Path) -> None:
+def test_an_unsafe_socket_path_is_refused(tmp_path: Path) -> None:
     with pytest.raises(StoreError, match="choose another directory"):
         SocketClaim(tmp_path / "nowhere" / "s", 0o600)
     with pytest.raises(ConfigError, match=r"at most \d+ bytes"):
         SocketClaim(Path("/tmp", "x" * 120), 0o600)
 
 
-def test_the_owner_alone_may_connect_unless_the_mode_says_more(standing: DaemonProcess, tmp_path: Path) -> None:
+def test_the_socket_mode_decides_who_may_connect(standing: DaemonProcess, tmp_path: Path) -> None:
     assert standing.socket.stat().st_mode & 0o777 == 0o600
     for mode, others in ((0o600, False), (0o660, True)):
         claim = SocketClaim(tmp_path / f"{mode:o}", mode)
@@ -240,7 +234,7 @@ def ended(connection: socket.socket) -> bool:
     return True
 
 
-def test_a_client_of_another_version_is_told_both(standing: DaemonProcess) -> None:
+def test_a_version_mismatch_names_both_versions(standing: DaemonProcess) -> None:
     wire, said = hello(standing, version=99)
     with pytest.raises(UnreachableError, match=r"protocol version 1.*client 99"):
         parse_reply(said)
@@ -258,7 +252,7 @@ def test_a_client_of_another_version_is_told_both(standing: DaemonProcess) -> No
         pack({"op": "hello", "version": 1, "role": "mover", "session": b"guess"}),
     ],
 )
-def test_garbage_ends_its_own_connection_and_no_other(standing: DaemonProcess, sent: bytes) -> None:
+def test_malformed_bytes_close_only_their_connection(standing: DaemonProcess, sent: bytes) -> None:
     with standing.open() as cache:
         stranger = socket.socket(socket.AF_UNIX)
         stranger.connect(str(standing.socket))
@@ -270,7 +264,7 @@ def test_garbage_ends_its_own_connection_and_no_other(standing: DaemonProcess, s
         assert "unreachable" not in cache.stats()
 
 
-def test_a_client_that_does_not_read_is_closed(standing: DaemonProcess) -> None:
+def test_a_client_that_reads_no_answers_is_closed(standing: DaemonProcess) -> None:
     wire, _ = hello(standing)
     wire.connection.settimeout(30)
     question = pack({"op": "stats"}) * 100
@@ -286,7 +280,7 @@ def test_a_client_that_does_not_read_is_closed(standing: DaemonProcess) -> None:
         assert "unreachable" not in cache.stats()
 
 
-def test_a_client_that_stops_within_a_frame_delays_no_other(standing: DaemonProcess) -> None:
+def test_a_client_stopped_in_a_frame_delays_no_other(standing: DaemonProcess) -> None:
     wire, _ = hello(standing)
     wire.connection.sendall(pack({"op": "stats"})[:5])
     with standing.open() as cache:
@@ -294,7 +288,7 @@ def test_a_client_that_stops_within_a_frame_delays_no_other(standing: DaemonProc
     wire.close()
 
 
-def test_more_connections_than_allowed_are_turned_away(make_daemon: Make) -> None:
+def test_connections_beyond_the_limit_are_refused(make_daemon: Make) -> None:
     daemon = make_daemon(DAEMON__CONNECTIONS=3).start()
     wires = [hello(daemon)[0] for _ in range(3)]
     with pytest.raises(UnreachableError):
@@ -310,7 +304,7 @@ def test_more_connections_than_allowed_are_turned_away(make_daemon: Make) -> Non
         wire.close()
 
 
-def test_descriptors_run_out_and_come_back(make_daemon: Make) -> None:
+def test_serving_resumes_after_descriptor_exhaustion(make_daemon: Make) -> None:
     daemon = make_daemon(DAEMON__CONNECTIONS=500).start()
     assert daemon.process is not None
     with daemon.open() as cache:
@@ -329,7 +323,7 @@ def test_descriptors_run_out_and_come_back(make_daemon: Make) -> None:
         assert cache.check() == []
 
 
-def test_a_forked_child_does_not_speak_for_its_parent(standing: DaemonProcess) -> None:
+def test_a_forked_child_does_not_use_its_parents_session(standing: DaemonProcess) -> None:
     cache = standing.open()
     bound = bound_to(cache)
     expected = store(bound, list(range(8)), 4)
@@ -348,7 +342,7 @@ def test_a_forked_child_does_not_speak_for_its_parent(standing: DaemonProcess) -
     cache.close()
 
 
-def test_two_engines_do_not_join_each_other(standing: DaemonProcess) -> None:
+def test_two_engines_do_not_share_requests(standing: DaemonProcess) -> None:
     with (
         standing.open(engine="a") as a,
         standing.open(engine="a") as rank,
@@ -363,7 +357,7 @@ def test_two_engines_do_not_join_each_other(standing: DaemonProcess) -> None:
             bound_to(a, tenant="other").join("7")
 
 
-def test_a_connection_that_was_in_use_when_the_daemon_was_lost_is_closed(in_process: InProcessDaemon) -> None:
+def test_a_busy_connection_is_closed_if_the_daemon_is_lost(in_process: InProcessDaemon) -> None:
     cache = in_process.open()
     with cache.connection.transfer_wire(30) as wire:
         cache.mark_lost(cache.connection, UnreachableError("as if it had been killed"))

@@ -62,7 +62,7 @@ def running(service: Service) -> Iterator[None]:
         service.stop()
 
 
-def test_it_serves_and_what_it_had_is_there_for_the_next(made: Callable[..., Service], tmp_path: Path) -> None:
+def test_a_service_keeps_its_blocks_for_the_next(made: Callable[..., Service], tmp_path: Path) -> None:
     lines: list[str] = []
     for turn in range(2):
         service = made(report_status=lines.append)
@@ -79,7 +79,7 @@ def test_it_serves_and_what_it_had_is_there_for_the_next(made: Callable[..., Ser
     assert [line[: len(serving)] for line in lines] == [serving, ending] * 2
 
 
-def test_a_plan_says_the_same_and_takes_nothing(made: Callable[..., Service], tmp_path: Path) -> None:
+def test_a_plan_equals_the_start_and_opens_nothing(made: Callable[..., Service], tmp_path: Path) -> None:
     port = free_port()
     told = made(daemon__listen=f"127.0.0.1:{port}").plan()
     assert told.startswith(f"unix:{tmp_path / 's'}, 8 MiB of host memory, 64 MiB at {tmp_path / 'nvme'}")
@@ -93,7 +93,7 @@ def no_room(cache: Cache) -> None:
 
 
 @pytest.mark.parametrize("step", ["http", "drive", "beside"])
-def test_a_start_that_fails_leaves_nothing_open(made: Callable[..., Service], tmp_path: Path, step: str) -> None:
+def test_a_failed_start_leaves_nothing_open(made: Callable[..., Service], tmp_path: Path, step: str) -> None:
     listen = f"127.0.0.1:{free_port()}"
     with socket.create_server(("127.0.0.1", 0)) as taken:
         if step == "http":

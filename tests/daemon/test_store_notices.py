@@ -14,7 +14,7 @@ from tests.daemon.in_process_daemon import InProcessDaemon, until
 from tests.daemon.test_pending_stores import PAGES, TOKENS, begin
 
 
-def test_a_daemon_that_does_not_know_of_stores_is_not_told(in_process: InProcessDaemon) -> None:
+def test_an_older_daemon_gets_no_store_notices(in_process: InProcessDaemon) -> None:
     cache = in_process.open()
     cache.connection.accepts_store_notices = False
     tell, said = cache.connection.post, list[str]()
@@ -27,7 +27,7 @@ def test_a_daemon_that_does_not_know_of_stores_is_not_told(in_process: InProcess
 
 
 @pytest.mark.parametrize("why", ["the daemon is gone", "another thread asks", "the daemon reads nothing"])
-def test_an_engine_s_thread_neither_waits_nor_reaches_for_a_daemon_that_is_to_hear_of_its_store(
+def test_a_store_notice_never_blocks_the_engine_thread(
     in_process: InProcessDaemon, why: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cache, go, stands = in_process.open(), threading.Event(), threading.Event()
@@ -71,7 +71,7 @@ def test_an_engine_s_thread_neither_waits_nor_reaches_for_a_daemon_that_is_to_he
 
 
 @pytest.mark.parametrize("why", ["closing", "no thread"])
-def test_a_store_that_cannot_begin_fails_without_a_wait(
+def test_a_store_that_cannot_begin_fails_at_once(
     in_process: InProcessDaemon, why: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cache, other = in_process.open(), in_process.open()

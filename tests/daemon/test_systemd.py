@@ -103,7 +103,7 @@ def tiers(cache: Any) -> dict[str, int]:
         return dict(r.match(PROMPT).by_tier)
 
 
-def test_a_restart_keeps_what_is_in_host_memory(unit: DaemonProcess, systemd: Systemd) -> None:
+def test_a_restart_keeps_host_memory(unit: DaemonProcess, systemd: Systemd) -> None:
     systemd.start(unit)
     with unit.open() as cache:
         expected = store(bound_to(cache), PROMPT, 1)
@@ -121,7 +121,7 @@ def test_a_restart_keeps_what_is_in_host_memory(unit: DaemonProcess, systemd: Sy
             assert cache.check() == []
 
 
-def test_what_was_taken_once_is_not_taken_twice(unit: DaemonProcess, systemd: Systemd) -> None:
+def test_stored_descriptors_are_taken_once(unit: DaemonProcess, systemd: Systemd) -> None:
     """A process that was killed may have written anything over what the table tells of."""
     systemd.start(unit)
     with unit.open() as cache:
@@ -151,7 +151,7 @@ def test_a_killed_process_keeps_nothing(unit: DaemonProcess, systemd: Systemd) -
 
 
 @pytest.mark.parametrize("room", ["", "0", "many"])
-def test_nothing_is_kept_where_there_is_no_room(unit: DaemonProcess, systemd: Systemd, room: str) -> None:
+def test_a_failed_descriptor_store_keeps_nothing(unit: DaemonProcess, systemd: Systemd, room: str) -> None:
     unit.environ["FDSTORE"] = room
     systemd.start(unit)
     with unit.open() as cache:
@@ -161,7 +161,7 @@ def test_nothing_is_kept_where_there_is_no_room(unit: DaemonProcess, systemd: Sy
     assert systemd.kept == {}
 
 
-def test_what_is_incomplete_is_not_taken() -> None:
+def test_incomplete_descriptors_are_not_taken() -> None:
     assert take_descriptors({}) is None
     assert (
         take_descriptors({"LISTEN_PID": "1", "LISTEN_FDS": "1", "LISTEN_FDNAMES": f"{DESCRIPTOR_NAME_PREFIX}0"}) is None
@@ -171,7 +171,7 @@ def test_what_is_incomplete_is_not_taken() -> None:
     assert not notify("READY=1", environ={"NOTIFY_SOCKET": "/nowhere/at/all"})
 
 
-def test_the_unit_under_a_real_systemd() -> None:
+def test_the_unit_runs_under_systemd() -> None:
     """It is told that the daemon serves; a restart keeps what is in host memory, a kill does not; within the unit's
     limits on system calls, addresses, files and rights."""
     words = ["unshare", "--pid", "--fork", "--kill-child", "--mount", "--mount-proc"]

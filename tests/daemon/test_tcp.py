@@ -91,14 +91,14 @@ class TestStart:
         ):
             self.port(self.settings(tmp_path, **given, **more)).close()
 
-    def test_insecure_is_loopback_alone(self, tmp_path: Path) -> None:
+    def test_insecure_listens_on_loopback_only(self, tmp_path: Path) -> None:
         for host in ("127.0.0.1", "[::1]", "localhost"):
             self.port(self.settings(tmp_path, listen=f"{host}:0"), insecure=True).close()
         for host in ("0.0.0.0", "[::]", "10.0.0.1", "example.org"):
             with pytest.raises(ConfigError, match="this host alone"):
                 self.port(self.settings(tmp_path, listen=f"{host}:0"), insecure=True)
 
-    def test_files_that_cannot_be_used_are_named(self, tmp_path: Path, authority: Authority) -> None:
+    def test_unusable_files_are_named(self, tmp_path: Path, authority: Authority) -> None:
         given = {"listen": "127.0.0.1:0", "tenants_file": everybody(tmp_path / "t")}
         with pytest.raises(ConfigError, match="tls_cert_file"):
             self.port(self.settings(tmp_path, **given, tls_cert_file=tmp_path / "none"))
@@ -112,14 +112,14 @@ class TestStart:
             )
 
     @pytest.mark.parametrize("where", ["", "8090", "host:", ":1", "host:65536", "host:-1", "host:x", "::1"])
-    def test_an_address_is_host_and_port(self, where: str) -> None:
+    def test_an_address_needs_host_and_port(self, where: str) -> None:
         if where == "::1":
             assert parse_host_port("[::1]:80", "s") == ("::1", 80)
             return
         with pytest.raises(ConfigError, match="HOST:PORT"):
             parse_host_port(where, "s")
 
-    def test_the_command_refuses_too(self, make_daemon: Callable[..., DaemonProcess]) -> None:
+    def test_the_command_refuses_an_insecure_address(self, make_daemon: Callable[..., DaemonProcess]) -> None:
         daemon = make_daemon(DAEMON__LISTEN="127.0.0.1:0")
         for words in ((), ("--check-config",)):
             done = daemon.run(*words)
@@ -129,7 +129,7 @@ class TestStart:
         assert "tcp://127.0.0.1:" in done.stdout
         assert done.returncode == 0
 
-    def test_a_port_that_is_taken_is_said(self, make_daemon: Callable[..., DaemonProcess]) -> None:
+    def test_an_occupied_port_is_reported(self, make_daemon: Callable[..., DaemonProcess]) -> None:
         with socket.create_server(("127.0.0.1", 0)) as other:
             daemon = make_daemon(DAEMON__LISTEN=f"127.0.0.1:{other.getsockname()[1]}")
             done = daemon.run("--insecure-loopback")
@@ -139,7 +139,7 @@ class TestStart:
 
 
 class TestDoor:
-    def test_a_token_lets_in_its_tenant(self, secure: Make, authority: Authority, tmp_path: Path) -> None:
+    def test_a_token_authenticates_its_tenant(self, secure: Make, authority: Authority, tmp_path: Path) -> None:
         in_process = secure(daemon__tenants_file=str(everybody(tmp_path / "t")))
         acme, beta = (bound_to(reach(in_process, authority, token)) for token in (ACME, BETA))
         tokens = list(range(32))
@@ -152,7 +152,7 @@ class TestDoor:
         with pytest.raises(AccessError, match="KVCACHE_TOKEN"):
             reach(in_process, authority)
 
-    def test_a_certificate_lets_in_its_tenant(self, secure: Make, authority: Authority, tmp_path: Path) -> None:
+    def test_a_certificate_authenticates_its_tenant(self, secure: Make, authority: Authority, tmp_path: Path) -> None:
         path = written(tmp_path / "t", acme={"certificates": ["acme.example"]}, beta={"certificates": ["b"]})
         in_process = secure(daemon__tenants_file=str(path), daemon__tls_client_ca_file=str(authority.file))
         shown = {name: str(authority.sign(*name)) for name in (("x", "acme.example"), ("b",), ("c",))}
@@ -166,16 +166,12 @@ class TestDoor:
             with pytest.raises(UnreachableError):
                 reach(in_process, authority, **more)
 
-    def test_whom_the_authority_signed_is_an_operator_where_there_are_no_tenants(
-        self, secure: Make, authority: Authority
-    ) -> None:
+    def test_without_tenants_a_signed_client_is_an_operator(self, secure: Make, authority: Authority) -> None:
         in_process = secure(daemon__tls_client_ca_file=str(authority.file))
         cache = reach(in_process, authority, cert_file=str(authority.sign("ops")))
         assert bound_to(cache, tenant="any").namespace.tenant == "any"
 
-    def test_a_daemon_that_is_not_trusted_is_not_spoken_to(
-        self, secure: Make, authority: Authority, tmp_path: Path
-    ) -> None:
+    def test_an_untrusted_daemon_is_not_used(self, secure: Make, authority: Authority, tmp_path: Path) -> None:
         in_process = secure(daemon__tenants_file=str(everybody(tmp_path / "t")))
         with pytest.raises(AccessError, match="not trusted"):
             kvcache.open(str(in_process.port))
@@ -183,7 +179,7 @@ class TestDoor:
             reach(in_process, authority, ACME, server_name="other.example")
         assert reach(in_process, authority, ACME, server_name="kv.example").flush(30)
 
-    def test_without_tls_only_on_this_host(self) -> None:
+    def test_clients_without_tls_connect_to_loopback_only(self) -> None:
         with pytest.raises(ConfigError, match="tls://"):
             kvcache.open("tcp://10.0.0.1:1")
         with pytest.raises(ConfigError, match="HOST:PORT"):
@@ -195,7 +191,7 @@ class TestDoor:
         with pytest.raises(UnreachableError, match="is `kvcache daemon` running"):
             kvcache.open(f"tcp://127.0.0.1:{free_port()}")
 
-    def test_a_client_without_tls_is_hung_up_on(self, secure: Make, authority: Authority, tmp_path: Path) -> None:
+    def test_a_client_without_tls_is_disconnected(self, secure: Make, authority: Authority, tmp_path: Path) -> None:
         in_process = secure(daemon__tenants_file=str(everybody(tmp_path / "t")))
         for said in (
             pack({"op": "hello", "version": PROTOCOL_VERSION, "role": "control"}),
@@ -210,7 +206,7 @@ class TestDoor:
                     pass
         assert reach(in_process, authority, ACME).flush(30)
 
-    def test_a_stranger_s_hello_is_short(self, secure: Make, authority: Authority, tmp_path: Path) -> None:
+    def test_an_unauthenticated_hello_is_bounded(self, secure: Make, authority: Authority, tmp_path: Path) -> None:
         in_process = secure(daemon__tenants_file=str(everybody(tmp_path / "t")))
         context = ssl.create_default_context(cafile=str(authority.file))
         raw = socket.create_connection(("127.0.0.1", in_process.port.number), 30)
@@ -222,7 +218,7 @@ class TestDoor:
 
 
 class TestBytes:
-    def test_what_does_not_fit_one_batch_comes_whole(self, tcp_daemon: InProcessDaemon) -> None:
+    def test_a_transfer_larger_than_a_batch_is_complete(self, tcp_daemon: InProcessDaemon) -> None:
         """More than a window, over several connections at once."""
         cache = tcp_daemon.open_tcp(threads=3)
         tokens = [list(range(100 * i, 100 * i + 64)) for i in range(3)]
@@ -240,7 +236,7 @@ class TestBytes:
 
     @pytest.mark.parametrize("at_once", [1, 3, 8])
     @pytest.mark.parametrize("bad", [0, 3, 7])
-    def test_a_byte_that_changed_on_the_way_is_a_miss(
+    def test_a_byte_changed_in_transit_is_a_miss(
         self, tcp_daemon: InProcessDaemon, monkeypatch: pytest.MonkeyPatch, bad: int, at_once: int
     ) -> None:
         """Wherever in a message it is, what is called done is in its page, and no other page was written."""
@@ -273,7 +269,7 @@ class TestBytes:
         monkeypatch.undo()
         assert load(bound, tokens) == stored, "the connection goes on"
 
-    def test_what_arrives_other_than_it_was_sent_is_not_kept(
+    def test_a_store_changed_in_transit_is_refused(
         self, tcp_daemon: InProcessDaemon, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         from kvcache.daemon.client import transfer as carrier
@@ -292,7 +288,7 @@ class TestBytes:
         expected = store(bound, tokens, 1)
         assert load(bound, tokens) == expected
 
-    def test_what_a_daemon_says_is_checked(self) -> None:
+    def test_a_daemons_answers_are_checked(self) -> None:
         from kvcache.daemon.client.transfer import parse_payload_rows
         from kvcache.daemon.protocol import ProtocolError
 
@@ -312,7 +308,7 @@ class TestBytes:
             parse_payload_rows(np.zeros(4096, PAYLOAD_DTYPE).tobytes(), blocks=2, sizes=[0])
 
 
-def test_a_client_that_is_gone_leaves_nothing(tcp_daemon: InProcessDaemon) -> None:
+def test_a_disconnected_client_leaves_nothing(tcp_daemon: InProcessDaemon) -> None:
     """It hangs up in the middle of a store: its slots are free again."""
     cache = tcp_daemon.open_tcp()
     bound = bound_to(cache)
@@ -332,7 +328,7 @@ def test_a_client_that_is_gone_leaves_nothing(tcp_daemon: InProcessDaemon) -> No
     assert load(bound, list(range(32))) == []
 
 
-def test_a_port_that_was_given_up_is_free(make_daemon: Callable[..., DaemonProcess]) -> None:
+def test_a_closed_port_can_be_bound_again(make_daemon: Callable[..., DaemonProcess]) -> None:
     daemon = make_daemon(DAEMON__LISTEN=f"127.0.0.1:{free_port()}")
     for _ in range(2):
         daemon.start("--insecure-loopback")
@@ -341,7 +337,7 @@ def test_a_port_that_was_given_up_is_free(make_daemon: Callable[..., DaemonProce
         assert daemon.terminate()[0] == 0
 
 
-def test_two_cannot_have_one_port(make_in_process: Make) -> None:
+def test_an_occupied_port_is_refused(make_in_process: Make) -> None:
     first = make_in_process(daemon__listen="127.0.0.1:0", insecure=True)
     settings = first.cache.settings.daemon.model_copy(update={"listen": f"127.0.0.1:{first.port.number}"})
     second = TcpListener(settings, Admission("", SystemClock()), insecure=True)
@@ -350,7 +346,7 @@ def test_two_cannot_have_one_port(make_in_process: Make) -> None:
     second.close()
 
 
-def test_a_closed_client_is_sent_nothing_in_the_clear(secure: Make, authority: Authority, tmp_path: Path) -> None:
+def test_a_closed_client_gets_no_plaintext(secure: Make, authority: Authority, tmp_path: Path) -> None:
     """A thread that sends meanwhile must meet the end of the connection, not the socket below TLS."""
     in_process = secure(daemon__tenants_file=str(everybody(tmp_path / "t")))
     context = ssl.create_default_context(cafile=str(authority.file))

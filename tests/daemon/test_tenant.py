@@ -55,7 +55,7 @@ def came_in(in_process: InProcessDaemon, token: str, tmp_path: Path, **more: Any
 
 
 class TestFile:
-    def test_a_tenant_is_found_by_what_it_shows(self, tmp_path: Path) -> None:
+    def test_a_tenant_is_found_by_its_credentials(self, tmp_path: Path) -> None:
         path = written(
             tmp_path / "t",
             acme={"tokens": [token_hash("a"), token_hash("b")], "users": [7], "bandwidth": "2MiB", "operations": 5},
@@ -88,14 +88,14 @@ class TestFile:
             ("[acme", "not TOML"),
         ],
     )
-    def test_what_makes_no_sense_is_refused_in_one_line(self, tmp_path: Path, text: str, said: str) -> None:
+    def test_an_invalid_file_is_refused_in_one_line(self, tmp_path: Path, text: str, said: str) -> None:
         path = tmp_path / "t"
         path.write_text(text)
         with pytest.raises(ConfigError, match=said) as caught:
             Tenants.read(path)
         assert "kvcache_abc" not in str(caught.value), "a token is said"
 
-    def test_it_must_exist_and_be_writable_by_no_other_user(self, tmp_path: Path) -> None:
+    def test_the_file_must_exist_and_be_private(self, tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match="No such file"):
             Tenants.read(tmp_path / "none")
         path = written(tmp_path / "t", acme={"users": [1]})
@@ -110,14 +110,14 @@ class TestFile:
         for token in (*known, asked):
             assert tokens.owner(token_hash(token)) == plain.get(token)
 
-    def test_a_new_token_is_another_one_each_time(self) -> None:
+    def test_new_tokens_are_unique(self) -> None:
         made = {new_token() for _ in range(100)}
         assert len(made) == 100
         assert all(token.startswith(BEARER_PREFIX) and len(token) > 40 for token in made)
 
 
 class TestDoor:
-    def test_a_token_names_the_tenant(self, shared: InProcessDaemon, tmp_path: Path) -> None:
+    def test_a_token_selects_the_tenant(self, shared: InProcessDaemon, tmp_path: Path) -> None:
         acme = came_in(shared, ACME, tmp_path)
         assert bound_to(acme).namespace.tenant == bound_to(acme, tenant="acme").namespace.tenant == "acme"
         assert bound_to(acme).id == bound_to(acme, tenant="acme").id
@@ -125,7 +125,7 @@ class TestDoor:
             bound_to(acme, tenant="beta")
         assert bound_to(came_in(shared, ROOT, tmp_path), tenant="beta").namespace.tenant == "beta"
 
-    def test_without_a_known_one_no_client_is_admitted(
+    def test_an_unknown_token_is_refused(
         self, shared: InProcessDaemon, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         with pytest.raises(AccessError, match="user"):
@@ -140,7 +140,7 @@ class TestDoor:
         monkeypatch.setenv("KVCACHE_TOKEN", BETA)
         assert bound_to(shared.open()).namespace.tenant == "beta"
 
-    def test_a_user_of_this_host_is_known_by_the_kernel(
+    def test_a_local_user_is_identified_by_the_kernel(
         self, make_in_process: Callable[..., InProcessDaemon], tmp_path: Path
     ) -> None:
         path = written(tmp_path / "t", mine={"users": [os.getuid()]}, other={"users": [os.getuid() + 1]})
@@ -148,7 +148,7 @@ class TestDoor:
 
 
 class TestApart:
-    def test_each_finds_its_own_and_nothing_else(self, shared: InProcessDaemon, tmp_path: Path) -> None:
+    def test_each_tenant_finds_only_its_own_blocks(self, shared: InProcessDaemon, tmp_path: Path) -> None:
         acme, beta, root = (bound_to(came_in(shared, t, tmp_path)) for t in (ACME, BETA, ROOT))
         tokens = list(range(16))
         mine = store(acme, tokens, 1)
@@ -159,9 +159,7 @@ class TestApart:
         assert load(root, tokens) == [], "an operator's own namespace is another one"
         assert load(bound_to(came_in(shared, ROOT, tmp_path), tenant="acme"), tokens) == mine
 
-    def test_what_a_client_says_of_its_blocks_names_nothing_of_another_s(
-        self, shared: InProcessDaemon, tmp_path: Path
-    ) -> None:
+    def test_client_reports_cannot_name_anothers_blocks(self, shared: InProcessDaemon, tmp_path: Path) -> None:
         """A client that knows all of another tenant's namespace, and gives that one's very signatures as its own: it
         neither finds the blocks, nor sees that there are any by not being able to store its own."""
         acme, beta = (bound_to(came_in(shared, token, tmp_path)) for token in (ACME, BETA))
@@ -186,7 +184,7 @@ class TestApart:
                     assert r.match().blocks == 4, "it can tell that somebody has them"
         assert load(acme, tokens) == mine
 
-    def test_no_index_is_asked_before_the_key_is_the_caller_s(
+    def test_keys_are_checked_before_the_index_is_asked(
         self, shared: InProcessDaemon, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         seen: list[bytes] = []
@@ -224,10 +222,10 @@ class TestApart:
         assert not any(one in signatures for one in said for signatures in seen)
 
     @given(st.binary(min_size=32, max_size=32), st.lists(st.binary(min_size=32, max_size=32)))
-    def test_binding_has_a_plain_twin(self, space: bytes, signatures: list[bytes]) -> None:
+    def test_native_key_derivation_equals_the_reference(self, space: bytes, signatures: list[bytes]) -> None:
         assert bind_signatures(space, b"".join(signatures)) == bind_signatures_reference(space, b"".join(signatures))
 
-    def test_a_tenant_sees_no_other_tenant(self, shared: InProcessDaemon, tmp_path: Path) -> None:
+    def test_a_tenants_statistics_show_no_other_tenant(self, shared: InProcessDaemon, tmp_path: Path) -> None:
         acme, beta, root = (came_in(shared, token, tmp_path) for token in (ACME, BETA, ROOT))
         store(bound_to(acme), list(range(16)), 1)
         shared.cache.namespace_usage.take(anew=True)
@@ -239,7 +237,7 @@ class TestApart:
         assert bound_to(beta).clear() == 0
         assert bound_to(acme).clear() == 4
 
-    def test_why_it_missed_says_nothing_of_what_others_have(self, shared: InProcessDaemon, tmp_path: Path) -> None:
+    def test_explanations_reveal_nothing_of_other_tenants(self, shared: InProcessDaemon, tmp_path: Path) -> None:
         """A decoy shares the first block with a guess of another tenant's prompt."""
         acme, beta = (bound_to(came_in(shared, token, tmp_path)) for token in (ACME, BETA))
         said = []
@@ -256,9 +254,7 @@ class TestApart:
             said.append((before.blocks, before.reason, after.blocks, after.reason))
         assert said[0] == said[1] == (1, "diverged", 1, "diverged")
 
-    def test_an_operator_s_questions_by_tokens_find_what_is_bound(
-        self, shared: InProcessDaemon, tmp_path: Path
-    ) -> None:
+    def test_an_operator_can_look_up_prompts_by_tokens(self, shared: InProcessDaemon, tmp_path: Path) -> None:
         acme = bound_to(came_in(shared, ACME, tmp_path))
         store(acme, list(range(16)), 1)
         ids = array("I", range(20)).tobytes()

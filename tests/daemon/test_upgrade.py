@@ -31,7 +31,7 @@ def stored(seed: int, blocks: int = 4) -> list[bytes]:
     return [engine.block(i) for i in range(blocks)]
 
 
-def test_a_store_of_an_earlier_version_is_adopted(make_daemon: Callable[..., DaemonProcess]) -> None:
+def test_a_store_of_an_earlier_version_is_read(make_daemon: Callable[..., DaemonProcess]) -> None:
     daemon = make_daemon(nvme=True, NVME__CAPACITY_BYTES=CAPACITY, NVME__SEGMENT_BYTES=SEGMENT)
     with tarfile.open(ARCHIVE) as archive:
         archive.extractall(daemon.directory, filter="data")
@@ -55,7 +55,7 @@ def test_a_store_of_an_earlier_version_is_adopted(make_daemon: Callable[..., Dae
         assert cache.check() == []
 
 
-def test_a_client_goes_from_one_daemon_to_the_next(make_daemon: Callable[..., DaemonProcess]) -> None:
+def test_a_client_reconnects_to_the_next_daemon(make_daemon: Callable[..., DaemonProcess]) -> None:
     """It keeps its cache, its namespace, and even an open request; what was in host memory comes from the drive."""
     daemon = make_daemon(nvme=True).start()
     with daemon.open() as cache:
@@ -110,7 +110,7 @@ def wait_answered(request: kvcache.Request) -> kvcache.Hit:
     return hit
 
 
-def test_a_handover_of_commit_5e49391_is_taken_over() -> None:
+def test_a_handover_of_commit_5e49391_is_accepted() -> None:
     """tests/vectors/record_5e49391.py wrote the table and the slab."""
     with tarfile.open(VECTORS / "handover-1.tar.xz") as archive:
         parts = {member.name: archive.extractfile(member).read() for member in archive}  # type: ignore[union-attr]

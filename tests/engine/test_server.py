@@ -213,7 +213,7 @@ def test_an_oversized_body_is_refused(client: TestClient) -> None:
     assert response.status_code == 413
 
 
-def test_requests_beyond_the_backlog_get_503(client: TestClient) -> None:
+def test_requests_beyond_the_backlog_get_429(client: TestClient) -> None:
     response = ask(client, prompt=["a"] * 9)
     assert response.status_code == 429
     assert response.json()["error"]["type"] == "rate_limit_error"

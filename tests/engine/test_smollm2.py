@@ -76,7 +76,7 @@ def test_chunks_and_neighbours_change_nothing(
     assert greedy(model, prompts, NEW_TOKENS, chunk=lambda n: min(n, random.randint(0, 64)), seed=seed) == wanted
 
 
-def test_the_model_answers_a_question_about_its_text(tokenizer: Tokenizer, wanted: list[list[int]]) -> None:
+def test_the_model_knows_the_capital_of_france(tokenizer: Tokenizer, wanted: list[list[int]]) -> None:
     """Weights turned the wrong way still agree with transformers, which reads the same directory."""
     assert "Paris" in tokenizer.decode(wanted[0])
     assert "Paris" in tokenizer.decode(wanted[-1])

@@ -50,7 +50,7 @@ def test_a_killed_process_leaves_no_lock(store: Open, tmp_path: Path) -> None:
     assert [read(tier, address) for address in chain(5)] == [DONE] * 5
 
 
-def test_a_directory_of_another_user_is_refused(store: Open, tmp_path: Path) -> None:
+def test_a_directory_with_foreign_files_is_refused(store: Open, tmp_path: Path) -> None:
     (tmp_path / "store").mkdir()
     (tmp_path / "store" / "thesis.tex").write_text("years of work")
     with pytest.raises(StoreError, match=r"'thesis.tex' but no FORMAT .* choose an empty directory"):

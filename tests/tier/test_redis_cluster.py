@@ -261,7 +261,7 @@ def test_a_storm_of_redirections_ends(alone: RedisProxy, behind: RedisTier, code
     until(lambda: read(behind, blocks) == (DONE,) * 20, "it serves again")
 
 
-def test_redirections_to_foreign_addresses_are_refused(alone: RedisProxy, behind: RedisTier) -> None:
+def test_redirections_to_bad_addresses_are_misses(alone: RedisProxy, behind: RedisTier) -> None:
     """Each ASK names another server, or none: a few are tried, each is a miss."""
     blocks = chain(3)
     assert write(behind, blocks) == (DONE,) * 3

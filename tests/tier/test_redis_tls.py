@@ -78,7 +78,7 @@ def test_blocks_are_sent_over_tls(encrypted: Encrypted) -> None:
     tier.close()
 
 
-def test_a_client_certificate_is_accepted(encrypted: Encrypted) -> None:
+def test_a_client_certificate_is_sent_if_configured(encrypted: Encrypted) -> None:
     encrypted.server.client.config_set("tls-auth-clients", "yes")
     try:
         tier = encrypted.open()

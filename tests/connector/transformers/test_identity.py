@@ -80,7 +80,7 @@ def test_a_setting_reads_every_byte_of_the_weights(folder: Path) -> None:
     assert len(seen) == 2
 
 
-def test_tensors_on_the_meta_device_are_refused(folder: Path) -> None:
+def test_values_without_storage_are_refused(folder: Path) -> None:
     tensors = {"a": torch.zeros(3), "b": torch.zeros(3, device="meta")}
     with pytest.raises(ModelError, match=r"'b'.*give revision="):
         tensors_revision(tensors)

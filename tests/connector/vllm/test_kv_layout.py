@@ -181,7 +181,7 @@ class MambaSpec(FullAttentionSpec):
 @pytest.mark.parametrize(
     ("spec", "reason"), [(Scaled(), "would not be stored"), (MambaSpec(), "not consist of whole blocks")]
 )
-def test_layers_with_recurrent_state_are_refused(spec: Any, reason: str) -> None:
+def test_layers_without_per_block_state_are_refused(spec: Any, reason: str) -> None:
     tensor = filled((BLOCKS, HEADS, TOKENS, 2 * DIM), (0, 1, 2, 3), 1)
     with pytest.raises(LayoutError, match=reason):
         describe_layers({"layer": tensor}, [Group(["layer"], spec)], BLOCKS, packing="isa")

@@ -38,7 +38,7 @@ def test_draft_models_run_uncached(method: str, reason: str) -> None:
     assert (reason in said) if reason else said == ""
 
 
-def test_unstored_scales_and_cpu_latents_are_refused() -> None:
+def test_unstored_scales_and_cpu_latents_run_uncached() -> None:
     assert uncached_reason(config()) == ""
     assert "calculate_kv_scales" in uncached_reason(config(cache_config=SimpleNamespace(calculate_kv_scales=True)))
     latents = SimpleNamespace(use_mla=True)

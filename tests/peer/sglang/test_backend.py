@@ -162,7 +162,7 @@ def test_flat_pages_round_trip(tmp_path: Path) -> None:
     store.close()
 
 
-def test_moved_pages_are_reported_once(tmp_path: Path) -> None:
+def test_page_statistics_are_reported_once(tmp_path: Path) -> None:
     pool, keys = MHATokenToKVPoolHost("page_first"), chain(4)
     store = backend(tmp_path, pool)
     store.batch_set_v1(keys, at(0, 1, 2, 3))
