@@ -20,5 +20,5 @@ def test_each_codec_is_found_by_name() -> None:
 
 
 def test_an_unknown_codec_is_refused() -> None:
-    with pytest.raises(kvcache.ConfigError, match="'kivi': no such codec; there is raw"):
+    with pytest.raises(kvcache.ConfigError, match="'kivi': expected one of raw"):
         codec("kivi")

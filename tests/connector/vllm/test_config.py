@@ -22,7 +22,7 @@ def test_options_have_defaults() -> None:
 @pytest.mark.parametrize(
     ("extra", "said"),
     [
-        ({"lod": "sync"}, r"'lod': no such setting; there are config, settings, address"),
+        ({"lod": "sync"}, r"'lod': no such setting; expected one of config, settings, address"),
         ({"load": "later"}, r"load = 'later'"),
         ({"load_s": 0}, r"load_s = 0"),
         ({"tenant": ""}, r"tenant = ''"),

@@ -26,7 +26,7 @@ def config(**given: Any) -> SimpleNamespace:
 @pytest.mark.parametrize("name", ["decode_context_parallel_size", "prefill_context_parallel_size"])
 def test_context_parallel_is_refused_with_the_reason(name: str) -> None:
     reject_unsupported(config())
-    with pytest.raises(ConfigError, match=rf"{name} = 2: a rank would hold tokens of every block"):
+    with pytest.raises(ConfigError, match=rf"{name} = 2: each rank would hold a part of every block"):
         reject_unsupported(config(parallel_config=SimpleNamespace(**{name: 2})))
 
 
