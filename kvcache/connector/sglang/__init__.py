@@ -11,10 +11,10 @@ from __future__ import annotations
 from importlib import import_module
 from typing import Any
 
-_ROOMS = {"KVCacheStorage": "storage", "KVCacheLinker": "linker"}
+_MODULES = {"KVCacheStorage": "storage", "KVCacheLinker": "linker"}
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _ROOMS:
+    if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_ROOMS[name]}"), name)
+    return getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
