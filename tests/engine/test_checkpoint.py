@@ -131,7 +131,7 @@ def test_a_conversion_that_fails_leaves_nothing(source: Path, tmp_path: Path, mo
     path = write(tmp_path / "tiny.gguf", source)
     with monkeypatch.context() as patch:
         patch.setattr("os.fsync", no_room)
-        with pytest.raises(ModelError, match="No space left on device: make room there, or set KVCACHE_DIR"):
+        with pytest.raises(ModelError, match="No space left on device: free space there, or set KVCACHE_DIR"):
             resolve_model(str(path))
     assert list((tmp_path / "cache" / "models").iterdir()) == []
     assert resolve_model(str(path))

@@ -117,7 +117,7 @@ def play(engine: Engine, family: str, asked: Sequence[tuple[int, ...]]) -> list[
 def test_answers_with_the_cache_equal_those_without(
     family: str, played: list[Round], host_blocks: int, nvme_blocks: int
 ) -> None:
-    model = tiny_model(family)
+    model = load_tiny(family)
     with tempfile.TemporaryDirectory() as directory:
         cache = tiers(Path(directory), host_blocks=host_blocks, nvme_blocks=nvme_blocks)
         try:
@@ -157,7 +157,7 @@ def test_aborted_requests_hold_nothing(
         try:
             Engine(load_tiny("llama"), cache, EngineConfig(pages=pages)).generate(asked[:2], ANSWER)
             engine = Engine(
-                tiny_model("llama"), cache, EngineConfig(pages=pages, max_batch_tokens=budget, max_sequences=3)
+                load_tiny("llama"), cache, EngineConfig(pages=pages, max_batch_tokens=budget, max_sequences=3)
             )
             running = [engine.add(prompt, ANSWER) for prompt in asked]
             gone = set()
