@@ -190,7 +190,7 @@ def test_a_failed_demo_exits_with_1(
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        (("--model", "/nowhere"), "'/nowhere': not there"),
+        (("--model", "/nowhere"), "'/nowhere': not found"),
         (("--plot", "demo.txt"), "--plot demo.txt: expected a name that ends in .png"),
         (("--json", "/nowhere/demo.json"), "--json /nowhere/demo.json: cannot be written"),
         (("--prompts", "/nowhere"), "--prompts /nowhere: No such file"),

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from kvcache.errors import ConfigError
@@ -209,6 +209,8 @@ def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
     ),
     st.sampled_from([*sorted(TABLE), "host", "nonsense"]),
 )
+@example({"\n": None}, "block_tokens")
+@example({"a\nb": {"\n": 1}}, "evict.tenants")
 def test_any_value_is_accepted_or_refused_with_an_error(value: Any, name: str) -> None:
     keywords = {"nvme__path": "/nowhere", "nvme__capacity_bytes": GiB, name.replace(".", "__"): value}
     try:

@@ -145,7 +145,8 @@ def _checked_name(name: str, value: Any, origin: str) -> str:
     """Return the name of a setting. For an unknown one, raise ConfigError with the most likely intended name."""
     if name in TABLE:
         return name
-    found = f"{name} = {value!r} (from {origin})"
+    shown = name if name.isprintable() else repr(name)  # an error is one line
+    found = f"{shown} = {value!r} (from {origin})"
     if name in SECTIONS:
         raise ConfigError(f"{found}: {name} is a section; give {name}.<setting>, for instance {_first_setting(name)}")
     if name in RENAMED:
