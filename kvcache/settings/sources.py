@@ -145,8 +145,7 @@ def _checked_name(name: str, value: Any, origin: str) -> str:
     """Return the name of a setting. For an unknown one, raise ConfigError with the most likely intended name."""
     if name in TABLE:
         return name
-    shown = name if name.isprintable() else repr(name)  # an error is one line
-    found = f"{shown} = {value!r} (from {origin})"
+    found = f"{_on_one_line(name)} = {value!r} (from {origin})"
     if name in SECTIONS:
         raise ConfigError(f"{found}: {name} is a section; give {name}.<setting>, for instance {_first_setting(name)}")
     if name in RENAMED:
@@ -185,4 +184,9 @@ def _config_error(error: ValidationError, origins: Mapping[str, str]) -> ConfigE
     name = ".".join(map(str, first["loc"]))
     reason = first["msg"].removeprefix("Value error, ").replace("Input should be", "expected")
     origin = next((origins[row] for row in origins if f"{name}.".startswith(f"{row}.")), "default")
-    return ConfigError(f"{name} = {first['input']!r} (from {origin}): {reason}")
+    return ConfigError(f"{_on_one_line(name)} = {first['input']!r} (from {origin}): {reason}")
+
+
+def _on_one_line(name: str) -> str:
+    """Return a name as it is, or quoted if it has characters such as a newline."""
+    return name if name.isprintable() else repr(name)
