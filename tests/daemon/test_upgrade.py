@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import fcntl
+import lzma
 import os
 import tarfile
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import msgpack
 import pytest
@@ -14,6 +16,7 @@ import pytest
 import kvcache
 from kvcache.cache.cache import Cache
 from kvcache.cache.warm_restart import WarmRestart
+from kvcache.daemon.wire import Wire
 from kvcache.settings.sources import load as load_settings
 from tests.contract.fake_engine import Engine
 from tests.daemon.daemon_process import LAYOUT, DaemonProcess, bound_to, load, reached, store
@@ -129,3 +132,51 @@ def test_a_handover_of_commit_5e49391_is_accepted() -> None:
         bound = bound_to(cache)
         assert [load(bound, tokens) for tokens in PROMPTS.values()] == [stored(seed) for seed in PROMPTS]
         assert cache.check() == []
+
+
+def test_messages_of_a_client_of_commit_5e49391_are_answered(tmp_path: Path) -> None:
+    """tests/vectors/record_5e49391.py wrote them, with the answers of that commit's daemon."""
+    steps = msgpack.unpackb(lzma.decompress((VECTORS / "client-1.msgpack.xz").read_bytes()))
+    daemon = DaemonProcess(tmp_path, tcp=True).start()
+    wires: dict[int, Wire] = {}
+    fresh: dict[Any, Any] = {}  # this daemon's session and event number, by those of the recording
+    try:
+        for number, call, content in steps:
+            wire = wires.get(number) or wires.setdefault(number, daemon.connect())
+            if call == "send":
+                wire.send({k: fresh.get(v, v) if k in ("session", "after") else v for k, v in content.items()})
+            elif call == "send_bytes":
+                wire.send_bytes(content)
+            elif call == "receive_bytes":
+                views = [memoryview(bytearray(len(part))) for part in content]
+                wire.receive_bytes(views, 60)
+                assert [bytes(view) for view in views] == content
+            else:
+                answer = wire.receive(60)[0]
+                assert_answered(answer, content)
+                for name in {"session", "next"} & content.get("ok", {}).keys():
+                    fresh[content["ok"][name]] = answer["ok"][name]
+    finally:
+        for wire in wires.values():
+            wire.close()
+        daemon.close()
+
+
+OWN_VALUES = {"pid", "boot", "session", "server", "next"}
+"""Fields of an answer whose values each daemon chooses."""
+
+
+def assert_answered(answer: dict[str, Any], recorded: dict[str, Any]) -> None:
+    """An answer may have more fields than the recorded one, with the same values for those."""
+    if "ok" not in recorded:
+        assert answer == recorded
+        return
+    fields, wanted = answer["ok"], recorded["ok"]
+    assert wanted.keys() <= fields.keys()
+    if "tiers" in wanted and "counters" in wanted:  # of `stats`: rates and times differ
+        assert fields["tiers"].keys() == wanted["tiers"].keys()
+        assert all(wanted["tiers"][tier].keys() <= fields["tiers"][tier].keys() for tier in wanted["tiers"])
+        assert fields["tiers"]["host"]["records"] == wanted["tiers"]["host"]["records"]
+        return
+    for name in wanted.keys() - OWN_VALUES:
+        assert fields[name] == wanted[name], name
