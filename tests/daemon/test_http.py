@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -128,11 +129,11 @@ def test_http_cannot_change_state(site: TestClient) -> None:
 
 def test_health_and_readiness(visit: Callable[..., TestClient]) -> None:
     reasons = ["starting", ""]
-    site = visit(not_ready=lambda: reasons)
-    assert (site.get("/healthz").status_code, site.get("/healthz").text) == (200, "ok\n")
-    assert (site.get("/readyz").status_code, site.get("/readyz").text) == (503, "starting\n")
-    reasons.clear()
-    assert (site.get("/readyz").status_code, site.get("/readyz").text) == (200, "ok\n")
+    for path, site in (("/readyz", visit(not_ready=lambda: reasons)), ("/healthz", visit(unhealthy=lambda: reasons))):
+        reasons[:] = ["starting", ""]
+        assert (site.get(path).status_code, site.get(path).text) == (503, "starting\n")
+        reasons.clear()
+        assert (site.get(path).status_code, site.get(path).text) == (200, "ok\n")
 
 
 def test_every_response_has_security_headers(site: TestClient) -> None:
@@ -227,6 +228,20 @@ def test_history_is_sampled_and_bounded(site: TestClient, cache: Cache) -> None:
     for time in range(5):
         history.add(cache.stats(), float(time))
     assert [sample["time"] for sample in history.all()] == [2.0, 3.0, 4.0]
+
+
+def test_a_hung_event_loop_is_unhealthy(in_process: InProcessDaemon) -> None:
+    daemon, blocker = in_process.daemon, threading.Event()
+    assert daemon.health_issue() == ""
+    daemon._loop.call_soon_threadsafe(blocker.wait)
+    try:
+        assert "event loop did not run for 0.1 s" in daemon.health_issue(0.1)
+    finally:
+        blocker.set()
+    assert daemon.health_issue() == ""
+    daemon.stop()
+    until(lambda: daemon.not_ready_reason() == "ending")
+    assert daemon.health_issue() == "", "an ending daemon is not replaced"
 
 
 def test_readiness_follows_serving_and_warming(in_process: InProcessDaemon) -> None:

@@ -20,13 +20,13 @@ import msgpack
 from kvcache.config import load as load_settings
 from kvcache.hierarchy.cache import Cache
 from kvcache.hierarchy.legacy import leave
-from kvcache.daemon.wire import Wire
 from tests.contract.caches import Engine
 from tests.daemon.house import LAYOUT, House, bound_to, load, store
 from tests.daemon.old_store import PROMPTS
 from tests.peer.server import empty
 
 import kvcache
+from kvcache.daemon.wire import Wire
 
 
 def redis(file: Path) -> None:

@@ -158,7 +158,8 @@ _log = logger("kvcache.daemon.http")
 class HttpApi:
     """The routes of the API.
 
-    `rate_limit` returns a tenant's limits. `not_ready` returns the reasons why the daemon cannot serve engines now.
+    `rate_limit` returns a tenant's limits. `not_ready` returns the reasons why the daemon cannot serve engines now, and
+    `unhealthy` those for which its process should be replaced.
     """
 
     def __init__(
@@ -170,8 +171,9 @@ class HttpApi:
         rate_limit: Callable[[str], RateLimit | None] = lambda _: None,
         local: bool = True,
         not_ready: Callable[[], Iterable[str]] = tuple,
+        unhealthy: Callable[[], Iterable[str]] = tuple,
     ) -> None:
-        self._cache, self._version, self._not_ready = cache, version, not_ready
+        self._cache, self._version, self._not_ready, self._unhealthy = cache, version, not_ready, unhealthy
         self._entry, self._rate_limit_of = HttpAuth(owner, local=local), rate_limit
         self.history = StatsHistory()
 
@@ -228,11 +230,10 @@ class HttpApi:
         return Response(exposition(self._cache.stats()), headers={"Content-Type": CONTENT_TYPE_LATEST})
 
     def _health(self, _: Request) -> Response:
-        return PlainTextResponse("ok\n")
+        return _probe(self._unhealthy())
 
     def _ready(self, _: Request) -> Response:
-        reasons = [reason for reason in self._not_ready() if reason]
-        return PlainTextResponse("\n".join(reasons or ["ok"]) + "\n", status_code=503 if reasons else 200)
+        return _probe(self._not_ready())
 
     # Paths that need authentication.
 
@@ -330,6 +331,12 @@ async def _body(request: Request) -> bytes:
 
 def _without_ids(story: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in story.items() if name not in _TOKEN_FIELDS}
+
+
+def _probe(reasons: Iterable[str]) -> Response:
+    """The answer to a probe: 503 with the reasons, or `ok` without any."""
+    given = [reason for reason in reasons if reason]
+    return PlainTextResponse("\n".join(given or ["ok"]) + "\n", status_code=503 if given else 200)
 
 
 async def _http_error(_: Request, error: Exception) -> Response:

@@ -191,5 +191,6 @@ def serve_http(
         ),
         local=is_loopback(settings.host),
         not_ready=lambda: [daemon.not_ready_reason()],
+        unhealthy=lambda: [daemon.health_issue()],
     )
     return page_url(settings, listener.getsockname()[1]), start(site.application(), listener, settings)

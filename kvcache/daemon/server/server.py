@@ -88,6 +88,8 @@ def new_loop() -> asyncio.AbstractEventLoop:
 
 FIRST_CLIENT_TIMEOUT_S = 60.0
 """Time that a daemon which ends by itself waits for its first client."""
+HEALTH_TIMEOUT_S = 5.0
+"""Time for the event loop to run a call, beyond which the daemon is unhealthy."""
 _ACCEPT_RETRY_S = 0.1
 
 _log = logger("kvcache.daemon")
@@ -189,6 +191,20 @@ class Daemon:
         if self._ending or not self._serving:
             return "ending" if self._ending else "starting"
         return "" if self.cache.ready() else "prefixes of warm.* are still being loaded here"
+
+    def health_issue(self, timeout_s: float = HEALTH_TIMEOUT_S) -> str:
+        """Return why this process should be replaced, as `/healthz` reports it; "" where its event loop runs.
+
+        A daemon that starts or ends has no loop to ask, and counts as healthy. Thread safety: any thread but the
+        loop's.
+        """
+        turned = threading.Event()
+        with suppress(RuntimeError):  # the loop is closed already
+            if self._serving and not self._ending:
+                self._loop.call_soon_threadsafe(turned.set)
+                if not turned.wait(timeout_s) and not self._ending:
+                    return f"the daemon's event loop did not run for {timeout_s:g} s"
+        return ""
 
     def reload(self) -> None:
         """Reload as at SIGHUP. Thread safety: any thread."""
