@@ -140,14 +140,16 @@ PS_COLUMNS = ("address", "program", "up", "models", "host", "nvme", "bypass")
 
 
 def ps(output: OutputOption = OutputFormat.table, as_json: JsonOption = False) -> None:
-    """Find the running caches of this user; each listens on a socket in the user's runtime directory."""
+    """List the running caches of this user. Exit code 1 if one of them does not answer."""
     from kvcache.daemon.client.control import find_caches
 
     running = list(find_caches())
     if as_json or output is OutputFormat.json:
         print_json([{"address": f.address, "socket": str(f.path), **f.info, "fault": f.fault} for f in running])
-        return
-    print_table(PS_COLUMNS, [_row(f.address, f.info, f.fault) for f in running])
+    else:
+        print_table(PS_COLUMNS, [_row(f.address, f.info, f.fault) for f in running])
+    if any(found.fault for found in running):
+        raise typer.Exit(1)
 
 
 def _row(address: str, info: Mapping[str, Any], fault: str) -> tuple[str, ...]:

@@ -83,7 +83,8 @@ def test_ps_shows_a_cache_that_does_not_answer(runtime: Path, kv: Any, monkeypat
     with closing(kvcache.open(host__capacity_bytes="1MiB", nvme__enabled=False)):
         monkeypatch.setattr(server.ControlServer, "_info", lambda *_: {"pid": 2**70})  # msgpack has no such number
         code, out, _ = kv("ps")
-        assert (code, "does not answer" in out) == (0, True)
+        assert (code, "does not answer" in out) == (1, True)
+        assert kv("ps", "-o", "json")[0] == 1
         monkeypatch.undo()
     assert client.COMMAND_TIMEOUT_S < 10
 
