@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from harness import Row, options, publish
+from harness import Row, flush, options, publish
 
 import kvcache
 from kvcache.block.layout import KVLayout
@@ -61,7 +61,7 @@ def turn(*, replace: bool) -> tuple[float, float]:
                 with bound.request() as r:
                     r.match(TOKENS)
                     r.store(ours, [list(range(BLOCKS))]).wait()
-                    cache.flush()
+                    flush(cache)
                     if replace:
                         new = begin(place, "--replace")
                     else:

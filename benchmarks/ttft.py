@@ -28,7 +28,7 @@ from pathlib import Path
 from statistics import median
 
 import torch
-from harness import Row, options, publish
+from harness import Row, flush, options, publish
 from harness.hardware_limit import copy_rate, drive_rate, matmul_rate, memory_rate
 
 import kvcache
@@ -119,7 +119,7 @@ def measure(model: Model, texts: Sequence[Prompt], directory: Path, restart: Seq
                 else:
                     runs.note(prompt, name, *transformers(prompt), {}, "")
             runs.note(prompt, "hbm", *first_token(engine, prompt), "hbm")
-            cache.flush()
+            flush(cache)
             engine.pool.clear()
             runs.note(prompt, "host", *first_token(engine, prompt), "host")
     with closing(kvcache.open(nvme={"path": str(directory)}, plan={"enabled": False})) as cache:

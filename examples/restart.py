@@ -34,8 +34,8 @@ def main() -> None:
             assert request.match(PROMPT).blocks == 0
             pages = [kvcache.GroupPages.from_tensors(LAYOUT, computed, axes=AXES)]
             request.store(pages, [page_ids]).wait()
-        cache.flush()
-        cache.close()
+        if not (report := cache.close()):
+            raise SystemExit(f"not every block is on the drive: {report}")
 
         cache, model = open_model(directory)
         loaded, elsewhere = tensors(fill=-1), [15 - page for page in page_ids]

@@ -51,7 +51,8 @@ def engine(url: str) -> None:
             missing = list(range(transfer.blocks, BLOCKS))
             tensors[:, :, missing] = np.random.default_rng(0).random((4, 2, BLOCKS, 16, 2, 64))[:, :, missing]
             request.store(pages, [missing], first_block=transfer.blocks).wait()
-        cache.flush()
+        if not (report := cache.flush()):
+            raise SystemExit(f"not every block reached the server: {report}")
     digest = hashlib.sha256(tensors.tobytes()).hexdigest()[:16]
     print(f"{hit.tokens} tokens found in {dict(hit.by_tier)}, {len(missing)} blocks computed, pages {digest}")
 

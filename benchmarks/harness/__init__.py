@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from datetime import datetime, timezone
 from math import isfinite
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from rich.console import Console
 from rich.table import Table
@@ -31,6 +31,12 @@ MORE_IS_BETTER = frozenset({"GB/s", "MB/s", "op/s", "tokens/s", "GFLOP/s", "%", 
 LESS_IS_BETTER = frozenset(
     {"s", "ms", "us", "ns", "B", "KiB", "MiB", "GiB", "% waste", "% error", "perplexity", "points", "ratio"}
 )
+
+
+class SupportsFlush(Protocol):
+    """`kvcache.KVCache`, for a program that does not import it."""
+
+    def flush(self, timeout_s: float | None = None) -> object: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +82,13 @@ class Row:
             "ratio": self.ratio,
             "vs_peer": self.vs_peer,
         }
+
+
+def flush(cache: SupportsFlush, timeout_s: float = 120.0) -> None:
+    """Flush, and end the program if a block did not reach its tier: what is measured next would miss it."""
+    report = cache.flush(timeout_s)
+    if not report:
+        raise SystemExit(f"nothing can be measured: not every block reached its tier: {report}")
 
 
 def options(about: str | None) -> argparse.ArgumentParser:

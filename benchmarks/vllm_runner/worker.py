@@ -56,7 +56,10 @@ def main() -> None:
             measured.append([time.perf_counter() - began, out.num_cached_tokens, list(out.outputs[0].token_ids)])
         elif what == "flush":
             connector = llm.llm_engine.engine_core.engine_core.scheduler.connector
-            measured.append(connector._share.cache.flush(120))  # noqa: SLF001  no hook of vLLM flushes
+            report = connector._share.cache.flush(120)  # noqa: SLF001  no hook of vLLM flushes
+            if not report:
+                raise SystemExit(f"nothing can be measured: not every block reached its tier: {report}")
+            measured.append(True)
         else:
             measured.append(saturate(llm, *given))
     print(json.dumps(measured))
