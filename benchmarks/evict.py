@@ -23,13 +23,13 @@ from kvcache.block.layout import KVLayout, Shard
 from kvcache.block.record import record_bytes
 from kvcache.cache.factory import POLICIES
 from kvcache.evict.policy import Policy
-from kvcache.index.block_run import BlockRun, place_of
+from kvcache.index.block_run import BlockRun, pack_shard_key
 from kvcache.index.index import Index
 from kvcache.machine import memory
 from kvcache.transfer.pages import GroupPages
 
 SPACE = bytes(32)
-PLACE = place_of(SPACE, 0, Shard(0, 32, 0, 8))
+PLACE = pack_shard_key(SPACE, 0, Shard(0, 32, 0, 8))
 CHAIN_BLOCKS, BATCH, MOST_USES = 100, 256, 8
 SMALLEST = KVLayout.mha(layers=1, kv_heads=1, head_dim=64, dtype="fp16")
 FREE_BYTES = 12 << 30

@@ -29,12 +29,12 @@ from kvcache.block.chain import SIGNATURE_BYTES
 from kvcache.block.layout import KVLayout
 from kvcache.cache.policy_state import MAX_ROWS
 from kvcache.evict.hazard import Hazard
-from kvcache.index.block_run import BlockRun, place_of
+from kvcache.index.block_run import BlockRun, pack_shard_key
 from kvcache.index.index import Index
 
 TIERS = ["host", "nvme"]
 CHAIN_BLOCKS, PROMPT_BLOCKS = 256, 8192
-PLACE = place_of(bytes(32), 0, KVLayout.mha(layers=32, kv_heads=8, head_dim=128).whole[0])
+SHARD_KEY = pack_shard_key(bytes(32), 0, KVLayout.mha(layers=32, kv_heads=8, head_dim=128).whole[0])
 
 
 def longest_ms(call: Callable[[], object], more: Callable[[], bool], now: Callable[[], float]) -> float:
@@ -55,7 +55,7 @@ def remembering() -> Index:
 
 
 def run_of(random: np.random.Generator, blocks: int = CHAIN_BLOCKS) -> BlockRun:
-    return BlockRun(PLACE, random.bytes(SIGNATURE_BYTES * blocks))
+    return BlockRun(SHARD_KEY, random.bytes(SIGNATURE_BYTES * blocks))
 
 
 def growing(index: Index, blocks: int) -> float:
@@ -65,7 +65,7 @@ def growing(index: Index, blocks: int) -> float:
         index.tick()
         for tier in TIERS:
             begun = time.thread_time()
-            index.insert_run(run, PLACE[:SIGNATURE_BYTES], tier)
+            index.insert_run(run, SHARD_KEY[:SIGNATURE_BYTES], tier)
             longest = max(longest, time.thread_time() - begun)
     return 1000 * longest
 
@@ -84,7 +84,7 @@ def matching(index: Index, run: BlockRun, beside: Callable[[], object], runs: in
         took.append(1000 * (time.perf_counter() - begun))
 
     def match() -> None:
-        index.lookup([PLACE], [0]).match(run.signatures)
+        index.lookup([SHARD_KEY], [0]).match(run.signatures)
 
     for _ in range(runs):
         thread = threading.Thread(target=work)
@@ -104,7 +104,7 @@ def main() -> None:
     index = remembering()
     rows.append(Row("stall/insert", growing(index, blocks), "ms"))
     prompt, notes = run_of(np.random.default_rng(3), PROMPT_BLOCKS), []
-    index.insert_run(prompt, PLACE[:SIGNATURE_BYTES], TIERS[0])
+    index.insert_run(prompt, SHARD_KEY[:SIGNATURE_BYTES], TIERS[0])
     alone, _ = matching(index, prompt, lambda: time.sleep(0.1), runs)
     for name, other in (("kept", lambda: index.export_state(MAX_ROWS)), ("check", index.check)):
         longest, took = matching(index, prompt, other, runs)

@@ -31,7 +31,7 @@ from kvcache import native
 from kvcache.block.chain import SIGNATURE_BYTES, Chain, digest_chain
 from kvcache.block.layout import KVLayout
 from kvcache.evict.policy import LRU
-from kvcache.index.block_run import BlockRun, place_of
+from kvcache.index.block_run import BlockRun, pack_shard_key
 from kvcache.index.index import Index
 
 LAYOUT = KVLayout.mha(layers=32, kv_heads=8, head_dim=128)
@@ -68,7 +68,7 @@ class Prompts:
             control={"enabled": False},
         )
         self._bound = self._cache.namespace(LAYOUT, model="benchmark", revision="1")
-        self._place = place_of(self._bound.id, 0, LAYOUT.whole[0])
+        self._place = pack_shard_key(self._bound.id, 0, LAYOUT.whole[0])
         self._random = np.random.default_rng(blocks)
         fill(self._cache.index, self._place, blocks, ["host"], self._random)
 
@@ -135,7 +135,7 @@ def admitting(prompts: Prompts, ids: Any) -> float:
 
 def growth(blocks: int) -> tuple[list[Row], str]:
     """Bytes of a block and of a ghost, and how much larger the process became for the blocks."""
-    place = place_of(bytes(32), 0, LAYOUT.whole[0])
+    place = pack_shard_key(bytes(32), 0, LAYOUT.whole[0])
     before = resident_bytes()
     index = Index(TIERS, Remembering())
     fill(index, place, blocks, TIERS, np.random.default_rng(1))

@@ -27,7 +27,7 @@ from kvcache.block.chain import SIGNATURE_BYTES, digest_chain
 from kvcache.block.layout import Shard
 from kvcache.block.record import Address, header_area, seal, verify
 from kvcache.evict.policy import LRU
-from kvcache.index.block_run import BlockRun, place_of
+from kvcache.index.block_run import BlockRun, pack_shard_key
 from kvcache.index.index import Index
 
 SPACE, SHARD = bytes(32), Shard(0, 32, 0, 8)
@@ -43,7 +43,7 @@ def random() -> np.random.Generator:
 
 @pytest.fixture(scope="module")
 def prompt(random: np.random.Generator) -> BlockRun:
-    return BlockRun(place_of(SPACE, 0, SHARD), random.bytes(SIGNATURE_BYTES * BLOCKS))
+    return BlockRun(pack_shard_key(SPACE, 0, SHARD), random.bytes(SIGNATURE_BYTES * BLOCKS))
 
 
 @pytest.fixture(scope="module")

@@ -28,7 +28,7 @@ from harness import Row, options, publish
 from numpy.typing import NDArray
 
 from kvcache.evict.policy import LRU
-from kvcache.index.block_run import BlockRun, place_of
+from kvcache.index.block_run import BlockRun, pack_shard_key
 from kvcache.index.index import Index
 from kvcache.os_env import LocalDisk
 from kvcache.settings.tiers import NvmeSettings
@@ -93,7 +93,9 @@ def opened(path: Path) -> NvmeTier:
 def taken_in(path: Path, count: int) -> NvmeTier:
     tier, index = opened(path), Index(["host", "nvme"], LRU())
     for head, signatures in tier.runs():
-        index.insert_run(BlockRun(place_of(head.namespace, head.group, head.shard), signatures), head.parent, tier.name)
+        index.insert_run(
+            BlockRun(pack_shard_key(head.namespace, head.group, head.shard), signatures), head.parent, tier.name
+        )
     if index.resident("nvme") != count:
         raise SystemExit(f"the index knows {index.resident('nvme')} blocks of {count}")
     return tier

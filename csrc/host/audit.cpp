@@ -33,7 +33,7 @@ Index::Index(const Index& other, NodePool copied)
       nodes_(std::move(copied)),
       table_size_(other.table_.size()),
       ghost_count_(other.ghosts_.size()),
-      places_(other.places_),
+      shards_(other.shards_),
       roots_(other.roots_),
       oldest_(other.oldest_),
       ages_(other.ages_) {
@@ -47,7 +47,7 @@ std::unique_ptr<const Index> Index::snapshot(NodePool pool) const {
 bool Index::check_table(std::uint32_t first, std::uint32_t end, std::vector<std::string>* faults) const {
     for (std::uint32_t i = first; i < std::min(end, nodes_.node_count()); ++i) {
         const Node& node = nodes_[i];
-        if ((node.tiers || node.holds) && find(node.place, node.signature) != i) {
+        if ((node.tiers || node.holds) && find(node.shard, node.signature) != i) {
             faults->push_back(label(node) + " is not in the table");
         }
     }
@@ -71,16 +71,16 @@ std::vector<std::string> Index::audit() const {
     std::vector<ByTier> children(nodes_.node_count(), ByTier{});
     ByTier resident{}, listed{};
     std::vector<ByTier> by_cost_class(cost_classes(), ByTier{});
-    std::vector<std::uint64_t> at_place(places_.size());
+    std::vector<std::uint64_t> of_shard(shards_.size());
     std::uint64_t nodes = 0, blocks = 0, holds = 0;
     for (std::uint32_t i = 0; i < nodes_.node_count(); ++i) {
         const Node& node = nodes_[i];
         if (!used[i]) continue;
-        if (node.place >= places_.size()) {
+        if (node.shard >= shards_.size()) {
             faults.push_back(label(node) + " is nowhere");
             return faults;
         }
-        ++nodes, blocks += node.tiers != 0, holds += node.holds, ++at_place[node.place];
+        ++nodes, blocks += node.tiers != 0, holds += node.holds, ++of_shard[node.shard];
         for (unsigned t = 0; t < tiers_; ++t) {
             resident[t] += node.resident(t), listed[t] += node.is_listed(t);
             by_cost_class[cost_class(node)][t] += node.resident(t);
@@ -90,7 +90,7 @@ std::vector<std::string> Index::audit() const {
     compare("nodes", table_size_, nodes);
     compare("blocks", blocks_, blocks);
     compare("holds", holds_, holds);
-    for (std::size_t p = 0; p < places_.size(); ++p) compare("nodes at a place", places_[p].nodes, at_place[p]);
+    for (std::size_t p = 0; p < shards_.size(); ++p) compare("nodes of a shard", shards_[p].nodes, of_shard[p]);
     for (unsigned t = 0; t < tiers_; ++t) compare("residents of a tier", resident_[t], resident[t]);
     if (by_cost_class != by_cost_class_) faults.push_back("index: counts residents of a kind wrong");
 

@@ -157,15 +157,15 @@ std::vector<Index::Victim> Index::evict(unsigned tier, const double* values, con
         if (i == NIL) break;
         const Node node = nodes_[i];
         const bool was_below = this->stored_below(node, tier);
-        const unsigned its_cost_class = cost_class(node);  // its place may go with it
+        const unsigned its_cost_class = cost_class(node);  // its shard may go with it
         Victim victim{};
         std::memcpy(victim.signature, node.signature, SIGNATURE);
-        std::memcpy(victim.place, places_[node.place].name.data(), PLACE);
+        std::memcpy(victim.shard_key, shards_[node.shard].name.data(), SHARD_KEY);
         victim.parent_known = node.parent != Node::UNKNOWN;
         if (node.has_parent()) {
             std::memcpy(victim.parent, nodes_[node.parent].signature, SIGNATURE);
         } else if (victim.parent_known) {
-            std::memcpy(victim.parent, victim.place, SIGNATURE);
+            std::memcpy(victim.parent, victim.shard_key, SIGNATURE);
         }
         victim.kept = (node.tiers & ~(1u << tier)) != 0;
         remove_from_tier(i, tier);
@@ -180,11 +180,11 @@ std::vector<Index::Victim> Index::evict(unsigned tier, const double* values, con
 double Index::worth(unsigned tier, const double* values, const std::vector<double>& weights,
                     const std::uint8_t* records, std::size_t count) const {
     double sum = 0;
-    std::uint32_t place = NIL;
-    for (std::size_t i = 0; i < count; ++i, records += PLACE + SIGNATURE) {
-        const bool known = place != NIL && std::memcmp(places_[place].name.data(), records, PLACE) == 0;
-        if (!known) place = find_place(records);
-        const std::uint32_t found = place == NIL ? NIL : find(place, records + PLACE);
+    std::uint32_t shard = NIL;
+    for (std::size_t i = 0; i < count; ++i, records += SHARD_KEY + SIGNATURE) {
+        const bool known = shard != NIL && std::memcmp(shards_[shard].name.data(), records, SHARD_KEY) == 0;
+        if (!known) shard = find_shard(records);
+        const std::uint32_t found = shard == NIL ? NIL : find(shard, records + SHARD_KEY);
         if (found == NIL || !nodes_[found].resident(tier) || nodes_[found].holds) return NOT_EVICTABLE;
         const Node& node = nodes_[found];
         const double weight = cost_class(node) < weights.size() ? weights[cost_class(node)] : 1;

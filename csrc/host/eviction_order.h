@@ -10,19 +10,19 @@
 
 namespace kvcache {
 
-// `place_order(a, b)` compares the names of two places: negative where a comes first.
-template <class PlaceOrder>
+// `shard_order(a, b)` compares the names of two shards: negative where a comes first.
+template <class ShardOrder>
 class EvictionOrder {
   public:
-    EvictionOrder(const NodePool& nodes, unsigned tier, std::uint32_t secret, PlaceOrder place_order)
-        : nodes_(nodes), tier_(tier), secret_(secret), place_order_(place_order) {}
+    EvictionOrder(const NodePool& nodes, unsigned tier, std::uint32_t secret, ShardOrder shard_order)
+        : nodes_(nodes), tier_(tier), secret_(secret), shard_order_(shard_order) {}
 
     bool earlier(std::uint32_t a, std::uint32_t b) const {
         const Node &one = nodes_[a], &other = nodes_[b];
         if (one.stamp != other.stamp) return one.stamp < other.stamp;
         if (one.depth != other.depth) return one.depth > other.depth;
         const int order = std::memcmp(one.signature, other.signature, SIGNATURE);
-        return order ? order < 0 : one.place != other.place && place_order_(one.place, other.place) < 0;
+        return order ? order < 0 : one.shard != other.shard && shard_order_(one.shard, other.shard) < 0;
     }
 
     void insert(std::uint32_t* root, std::uint32_t node) const {
@@ -81,7 +81,7 @@ class EvictionOrder {
     const NodePool& nodes_;
     unsigned tier_;
     std::uint32_t secret_;
-    PlaceOrder place_order_;
+    ShardOrder shard_order_;
 };
 
 }  // namespace kvcache

@@ -27,7 +27,7 @@ bool Index::export_rows(std::uint32_t first, std::uint32_t end, std::size_t most
                         std::vector<std::uint64_t>* rows) const {
     for (std::uint32_t i = first; i < std::min(end, nodes_.node_count()) && rows->size() < most; ++i) {
         const Node& node = nodes_[i];
-        if (node.tiers) rows->push_back(row(hash(node.place, node.signature), node.uses, ages_.bin(age(node.stamp))));
+        if (node.tiers) rows->push_back(row(hash(node.shard, node.signature), node.uses, ages_.bin(age(node.stamp))));
     }
     return end < nodes_.node_count() && rows->size() < most;
 }

@@ -32,27 +32,27 @@ std::uint64_t Index::tick() {
     return clock_;
 }
 
-void Index::assign(const std::vector<std::string>& places, unsigned cost_class) {
+void Index::assign(const std::vector<std::string>& shards, unsigned cost_class) {
     if (cost_class >= cost_classes()) {
         roots_.resize((cost_class + 1) * 2 * tiers_ * ages_.classes(), NIL);
         oldest_.resize(roots_.size());
         by_cost_class_.resize(cost_class + 1);
     }
     std::vector<std::uint32_t> moving;
-    for (const std::string& name : places) {
+    for (const std::string& name : shards) {
         if (cost_class == 0) {
             assigned_.erase(name);
         } else {
             assigned_[name] = static_cast<std::uint16_t>(cost_class);
         }
-        const std::uint32_t place = find_place(reinterpret_cast<const std::uint8_t*>(name.data()));
-        if (place != NIL && places_[place].cost_class != cost_class) moving.push_back(place);
+        const std::uint32_t shard = find_shard(reinterpret_cast<const std::uint8_t*>(name.data()));
+        if (shard != NIL && shards_[shard].cost_class != cost_class) moving.push_back(shard);
     }
     if (moving.empty()) return;
     const auto each = [&](auto call) {
         for (std::uint32_t i = 0; i < nodes_.node_count(); ++i) {
             const Node& node = nodes_[i];
-            if (node.tiers && std::find(moving.begin(), moving.end(), node.place) != moving.end()) call(i);
+            if (node.tiers && std::find(moving.begin(), moving.end(), node.shard) != moving.end()) call(i);
         }
     };
     each([&](std::uint32_t i) {
@@ -62,47 +62,47 @@ void Index::assign(const std::vector<std::string>& places, unsigned cost_class) 
                 by_cost_class_[cost_class][t] += nodes_[i].resident(t);
         }
     });
-    for (const std::uint32_t place : moving) places_[place].cost_class = static_cast<std::uint16_t>(cost_class);
+    for (const std::uint32_t shard : moving) shards_[shard].cost_class = static_cast<std::uint16_t>(cost_class);
     each([&](std::uint32_t i) { add_to_orders(i); });
 }
 
 // changing
 
-std::uint32_t Index::create(std::uint32_t place, const std::uint8_t* signature) {
+std::uint32_t Index::create(std::uint32_t shard, const std::uint8_t* signature) {
     const std::uint32_t i = nodes_.allocate();
     Node& node = nodes_[i];
     std::memcpy(node.signature, signature, SIGNATURE);
-    node.place = place, node.parent = Node::NEVER;
+    node.shard = shard, node.parent = Node::NEVER;
     node.stamp = clock_, node.uses = 0, node.holds = 0;
     node.depth = 0, node.tiers = 0, node.listed = 0;
     for (unsigned t = 0; t < tiers_; ++t) node.in(t).children = 0;
     try {
-        table_.insert(static_cast<std::uint32_t>(hash(place, signature)), i);
+        table_.insert(static_cast<std::uint32_t>(hash(shard, signature)), i);
     } catch (const std::bad_alloc&) {
         nodes_.free(i);
         throw;
     }
-    ++places_[place].nodes;
+    ++shards_[shard].nodes;
     return i;
 }
 
 void Index::insert(const BlockRun& run, const std::uint8_t* parent, unsigned tier) {
     if (run.blocks == 0) return;
-    const std::uint32_t place = acquire_place(run.place);
+    const std::uint32_t shard = acquire_shard(run.shard_key);
     std::uint32_t before = NIL;
     for (std::size_t i = 0; i < run.blocks; ++i) {
         const std::uint8_t* signature = run.signatures + i * SIGNATURE;
-        std::uint32_t node = find(place, signature);
+        std::uint32_t node = find(shard, signature);
         try {
-            if (node == NIL) node = create(place, signature);
+            if (node == NIL) node = create(shard, signature);
             if (!nodes_[node].tiers) {
                 if (i == 0) {
                     if (!parent) {
                         before = Node::UNKNOWN;
-                    } else if (std::memcmp(parent, run.place, SIGNATURE) == 0) {
+                    } else if (std::memcmp(parent, run.shard_key, SIGNATURE) == 0) {
                         before = Node::FIRST;
-                    } else if ((before = find(place, parent)) == NIL) {
-                        before = create(place, parent);
+                    } else if ((before = find(shard, parent)) == NIL) {
+                        before = create(shard, parent);
                     }
                 }
                 attach(node, before);
@@ -111,7 +111,7 @@ void Index::insert(const BlockRun& run, const std::uint8_t* parent, unsigned tie
             if (node != NIL) {
                 free_if_unused(node);
             } else {
-                release_place(place);
+                release_shard(shard);
             }
             throw;
         }
@@ -124,7 +124,7 @@ void Index::insert(const BlockRun& run, const std::uint8_t* parent, unsigned tie
 void Index::attach(std::uint32_t i, std::uint32_t parent) {
     Node& node = nodes_[i];
     GhostHistory::Use use;
-    if (node.parent == Node::NEVER && ghosts_.remove(hash(node.place, node.signature), &use)) {
+    if (node.parent == Node::NEVER && ghosts_.remove(hash(node.shard, node.signature), &use)) {
         ages_.add(use_class(use.uses), use.stamp, -1);
         if (restoring_) {
             node.uses = use.uses & 0xff, node.stamp = use.stamp;
@@ -193,7 +193,7 @@ bool Index::discard(const BlockRun& run, unsigned tier, bool unless_held) {
 
 void Index::refuse(const BlockRun& run) {
     if (ghosts_per_block_ <= 0) return;
-    const std::uint64_t named = place_hash(run.place);
+    const std::uint64_t named = shard_hash(run.shard_key);
     for_each_node(run, [&](std::size_t i, std::uint32_t node) {
         if (node != NIL) return true;
         const std::uint64_t name = hash_at(named, run.signatures + i * SIGNATURE);
@@ -221,7 +221,7 @@ void Index::free_if_unused(std::uint32_t i) {
     for (unsigned t = 0; t < tiers_; ++t) {
         if (node.children(t)) return;
     }
-    const std::uint64_t name = hash(node.place, node.signature);
+    const std::uint64_t name = hash(node.shard, node.signature);
     if (node.parent == Node::GONE && ghosts_per_block_ > 0) {
         try {
             ghosts_.add(name, {node.stamp, node.uses});
@@ -230,8 +230,8 @@ void Index::free_if_unused(std::uint32_t i) {
         }
     }
     table_.erase(static_cast<std::uint32_t>(name), i);
-    --places_[node.place].nodes;
-    release_place(node.place);
+    --shards_[node.shard].nodes;
+    release_shard(node.shard);
     nodes_.free(i);
 }
 

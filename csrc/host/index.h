@@ -1,11 +1,11 @@
 // Which records are in which tier, how they hang together, and who leaves next. Plain twin, with what each call means:
 // kvcache/index/reference/index.py.
 //
-// A node is one block at one place (namespace, group, shard). 52 bytes and 8 a tier, and 8 for each slot of a table
+// A node is one block of one shard (namespace, group, shard). 52 bytes and 8 a tier, and 8 for each slot of a table
 // that is three quarters to seven eighths full: 78 to 80 bytes with two tiers at 10^6, 94 to 96 with four. Ghosts take
 // 12 bytes and a slot. Who may leave a tier stands in an order for each kind and class of use, and for whether a tier
 // below has it too; orders are kept within the nodes. Nothing here is ever copied or walked whole, but for audits,
-// which copy the nodes and walk the copy, and where a place that has nodes is given another kind.
+// which copy the nodes and walk the copy, and where a shard that has nodes is given another kind.
 //
 // Not thread-safe: callers lock `mutex`. Strong only against memory running out: then std::bad_alloc, the index sound.
 #pragma once
@@ -30,11 +30,11 @@
 
 namespace kvcache {
 
-constexpr std::size_t PLACE = 42;  // namespace, group, shard
+constexpr std::size_t SHARD_KEY = 42;  // namespace, group, shard
 
-// Consecutive blocks of one chain at one place.
+// Consecutive blocks of one chain and shard.
 struct BlockRun {
-    const std::uint8_t* place;
+    const std::uint8_t* shard_key;
     const std::uint8_t* signatures;
     std::size_t blocks;
 };
@@ -49,7 +49,7 @@ class Index {
     static constexpr unsigned MAX_COST_CLASSES = 1 << 12;
 
     struct Victim {
-        std::uint8_t signature[SIGNATURE], parent[SIGNATURE], place[PLACE];
+        std::uint8_t signature[SIGNATURE], parent[SIGNATURE], shard_key[SHARD_KEY];
         bool parent_known, kept;
     };
 
@@ -62,9 +62,9 @@ class Index {
     std::uint64_t tick();
     std::uint64_t clock() const { return clock_; }
 
-    // What is at these places is of this kind from now on, what comes later too. Takes as long as a walk over all nodes
+    // What is at these shards is of this kind from now on, what comes later too. Takes as long as a walk over all nodes
     // where nodes are there.
-    void assign(const std::vector<std::string>& places, unsigned cost_class);
+    void assign(const std::vector<std::string>& shards, unsigned cost_class);
     unsigned cost_classes() const { return static_cast<unsigned>(by_cost_class_.size()); }
     std::uint64_t resident(unsigned cost_class, unsigned tier) const { return by_cost_class_[cost_class][tier]; }
 
@@ -88,7 +88,7 @@ class Index {
     std::vector<Victim> evict(unsigned tier, const double* values, const std::vector<double>& weights,
                               std::size_t count, std::uint64_t before, bool stored_below, double most);
 
-    // What records are worth to a tier, `PLACE` and `SIGNATURE` bytes each: the sum by `values` and `weights`, as
+    // What records are worth to a tier, `SHARD_KEY` and `SIGNATURE` bytes each: the sum by `values` and `weights`, as
     // above. STAYS where one of them may not leave: the tier has it not, or it is held, or it is worth that.
     double worth(unsigned tier, const double* values, const std::vector<double>& weights, const std::uint8_t* records,
                  std::size_t count) const;
@@ -119,13 +119,13 @@ class Index {
     std::size_t bytes() const;
     std::size_t ghost_bytes() const { return ghosts_.bytes(); }
 
-    // Those of the nodes `first` to `end` that the tier has: take(place, signature) for each. False behind the last
+    // Those of the nodes `first` to `end` that the tier has: take(shard, signature) for each. False behind the last
     // node.
     template <class Take>
     bool for_each_resident(unsigned tier, std::uint32_t first, std::uint32_t end, Take take) const {
         for (std::uint32_t i = first; i < std::min(end, nodes_.node_count()); ++i) {
             const Node& node = nodes_[i];
-            if (node.resident(tier)) take(places_[node.place].name.data(), node.signature);
+            if (node.resident(tier)) take(shards_[node.shard].name.data(), node.signature);
         }
         return end < nodes_.node_count();
     }
@@ -158,44 +158,44 @@ class Index {
         64;                                   // of the remembered for which there is no room, so many does one forget
     static constexpr std::size_t BATCH = 32;  // lookups whose memory is asked for before the first is answered
 
-    struct PlaceName {
-        std::array<std::uint8_t, PLACE> name;
+    struct Shard {
+        std::array<std::uint8_t, SHARD_KEY> name;
         std::uint16_t cost_class;
         std::uint32_t nodes;
         std::uint64_t hash;  // of the name: numbers are given out again, while ghosts remember
     };
-    struct PlaceOrder {
-        const std::deque<PlaceName>& places;
+    struct ShardOrder {
+        const std::deque<Shard>& shards;
         int operator()(std::uint32_t a, std::uint32_t b) const;
     };
-    using TierOrder = EvictionOrder<PlaceOrder>;
+    using TierOrder = EvictionOrder<ShardOrder>;
     struct Candidate;
     class VictimQueue;
 
-    TierOrder order(unsigned tier) const { return {nodes_, tier, static_cast<std::uint32_t>(secret_[0]), {places_}}; }
+    TierOrder order(unsigned tier) const { return {nodes_, tier, static_cast<std::uint32_t>(secret_[0]), {shards_}}; }
     std::uint64_t age(std::uint64_t stamp) const { return stamp < clock_ ? clock_ - stamp : 0; }
     std::size_t order_number(const Node& node, unsigned tier) const;
     std::size_t order_number(unsigned cost_class, unsigned tier, bool below, unsigned use_class) const;
     void add_to_order(std::uint32_t node, unsigned tier);
     void remove_from_order(std::uint32_t node, unsigned tier);
     void set_values(const double* values);
-    unsigned cost_class(const Node& node) const { return places_[node.place].cost_class; }
+    unsigned cost_class(const Node& node) const { return shards_[node.shard].cost_class; }
     bool stored_below(const Node& node, unsigned tier) const { return node.tiers >> (tier + 1) != 0; }
     bool is_evictable(const Node& node, unsigned tier) const;
 
-    std::uint64_t place_hash(const std::uint8_t* name) const;
-    std::uint32_t find_place(const std::uint8_t* name) const;
-    std::uint32_t acquire_place(const std::uint8_t* name);
-    void release_place(std::uint32_t place);
+    std::uint64_t shard_hash(const std::uint8_t* name) const;
+    std::uint32_t find_shard(const std::uint8_t* name) const;
+    std::uint32_t acquire_shard(const std::uint8_t* name);
+    void release_shard(std::uint32_t shard);
 
-    std::uint64_t hash_at(std::uint64_t place_hash, const std::uint8_t* signature) const;
-    std::uint64_t hash(std::uint32_t place, const std::uint8_t* signature) const;
-    std::uint32_t find(std::uint32_t place, const std::uint8_t* signature) const;
-    void find(std::uint32_t place, const std::uint8_t* signatures, std::size_t blocks, std::uint32_t* found) const;
+    std::uint64_t hash_at(std::uint64_t shard_hash, const std::uint8_t* signature) const;
+    std::uint64_t hash(std::uint32_t shard, const std::uint8_t* signature) const;
+    std::uint32_t find(std::uint32_t shard, const std::uint8_t* signature) const;
+    void find(std::uint32_t shard, const std::uint8_t* signatures, std::size_t blocks, std::uint32_t* found) const;
     template <class Each>  // each(i, node number or NIL), until it says false
     void for_each_node(const BlockRun& run, Each each) const;
 
-    std::uint32_t create(std::uint32_t place, const std::uint8_t* signature);
+    std::uint32_t create(std::uint32_t shard, const std::uint8_t* signature);
     void attach(std::uint32_t node, std::uint32_t parent);
     bool descends(std::uint32_t node, std::uint32_t ancestor) const;
     void add_to_tier(std::uint32_t node, unsigned tier);
@@ -225,10 +225,10 @@ class Index {
     HashTable table_;
     std::size_t table_size_ = 0;  // of a picture: what the table and the ghosts counted
     std::size_t ghost_count_ = 0;
-    std::deque<PlaceName> places_;
-    std::vector<std::uint32_t> free_places_;
-    HashTable place_table_;
-    std::unordered_map<std::string, std::uint16_t> assigned_;  // kinds by place; those that have no blocks as well
+    std::deque<Shard> shards_;
+    std::vector<std::uint32_t> free_shards_;
+    HashTable shard_table_;
+    std::unordered_map<std::string, std::uint16_t> assigned_;  // kinds by shard; those that have no blocks as well
     std::vector<std::uint32_t> roots_;                         // (kind, tier, below, class)
     std::vector<std::uint64_t> oldest_;                        // by root, no later than the stamp of its first
     std::vector<double> values_, least_;  // (class, bin): the last policy's; over that bin and all younger ones
@@ -239,14 +239,14 @@ class Index {
 
 template <class Each>
 void Index::for_each_node(const BlockRun& run, Each each) const {
-    const std::uint32_t place = find_place(run.place);
+    const std::uint32_t shard = find_shard(run.shard_key);
     std::uint32_t found[BATCH];
     for (std::size_t first = 0; first < run.blocks; first += BATCH) {
         const std::size_t blocks = std::min(BATCH, run.blocks - first);
-        if (place == NIL) {
+        if (shard == NIL) {
             std::fill_n(found, blocks, NIL);
         } else {
-            find(place, run.signatures + first * SIGNATURE, blocks, found);
+            find(shard, run.signatures + first * SIGNATURE, blocks, found);
         }
         for (std::size_t i = 0; i < blocks; ++i) {
             if (!each(first + i, found[i])) return;

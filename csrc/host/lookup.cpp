@@ -1,4 +1,4 @@
-// Finding: places by name, nodes by place and signature, and what follows from it for a request.
+// Finding: shards by name, nodes by shard and signature, and what follows from it for a request.
 #include <algorithm>
 #include <cstring>
 
@@ -20,69 +20,69 @@ std::uint64_t fold(std::uint64_t a, std::uint64_t b) {
 
 }  // namespace
 
-// places
+// shards
 
-int Index::PlaceOrder::operator()(std::uint32_t a, std::uint32_t b) const {
-    return std::memcmp(places[a].name.data(), places[b].name.data(), PLACE);
+int Index::ShardOrder::operator()(std::uint32_t a, std::uint32_t b) const {
+    return std::memcmp(shards[a].name.data(), shards[b].name.data(), SHARD_KEY);
 }
 
-std::uint64_t Index::place_hash(const std::uint8_t* name) const {
+std::uint64_t Index::shard_hash(const std::uint8_t* name) const {
     const std::uint64_t space = fold(load(name) ^ secret_[0], load(name + 8) ^ secret_[1]);
-    return fold(load(name + PLACE - 8) ^ secret_[2], load(name + PLACE - 16) ^ space);
+    return fold(load(name + SHARD_KEY - 8) ^ secret_[2], load(name + SHARD_KEY - 16) ^ space);
 }
 
-std::uint32_t Index::find_place(const std::uint8_t* name) const {
-    return place_table_.find(static_cast<std::uint32_t>(place_hash(name)), [&](std::uint32_t place) {
-        return std::memcmp(places_[place].name.data(), name, PLACE) == 0;
+std::uint32_t Index::find_shard(const std::uint8_t* name) const {
+    return shard_table_.find(static_cast<std::uint32_t>(shard_hash(name)), [&](std::uint32_t shard) {
+        return std::memcmp(shards_[shard].name.data(), name, SHARD_KEY) == 0;
     });
 }
 
-std::uint32_t Index::acquire_place(const std::uint8_t* name) {
-    std::uint32_t place = find_place(name);
-    if (place != NIL) return place;
-    if (free_places_.empty()) {
-        free_places_.reserve(places_.size() + 1);  // so that giving one back needs no memory
-        free_places_.push_back(static_cast<std::uint32_t>(places_.size()));
-        places_.emplace_back();
+std::uint32_t Index::acquire_shard(const std::uint8_t* name) {
+    std::uint32_t shard = find_shard(name);
+    if (shard != NIL) return shard;
+    if (free_shards_.empty()) {
+        free_shards_.reserve(shards_.size() + 1);  // so that giving one back needs no memory
+        free_shards_.push_back(static_cast<std::uint32_t>(shards_.size()));
+        shards_.emplace_back();
     }
-    place = free_places_.back();
-    const auto assigned = assigned_.find(std::string(reinterpret_cast<const char*>(name), PLACE));
-    const std::uint64_t hash = place_hash(name);
-    place_table_.insert(static_cast<std::uint32_t>(hash), place);
-    free_places_.pop_back();
-    std::copy_n(name, PLACE, places_[place].name.begin());
-    places_[place].hash = hash;
-    places_[place].cost_class = assigned == assigned_.end() ? 0 : assigned->second;
-    return place;
+    shard = free_shards_.back();
+    const auto assigned = assigned_.find(std::string(reinterpret_cast<const char*>(name), SHARD_KEY));
+    const std::uint64_t hash = shard_hash(name);
+    shard_table_.insert(static_cast<std::uint32_t>(hash), shard);
+    free_shards_.pop_back();
+    std::copy_n(name, SHARD_KEY, shards_[shard].name.begin());
+    shards_[shard].hash = hash;
+    shards_[shard].cost_class = assigned == assigned_.end() ? 0 : assigned->second;
+    return shard;
 }
 
-void Index::release_place(std::uint32_t place) {
-    if (places_[place].nodes > 0) return;
-    place_table_.erase(static_cast<std::uint32_t>(places_[place].hash), place);
-    free_places_.push_back(place);
+void Index::release_shard(std::uint32_t shard) {
+    if (shards_[shard].nodes > 0) return;
+    shard_table_.erase(static_cast<std::uint32_t>(shards_[shard].hash), shard);
+    free_shards_.push_back(shard);
 }
 
 // looking
 
-std::uint64_t Index::hash_at(std::uint64_t place_hash, const std::uint8_t* signature) const {
-    return fold(load(signature) ^ secret_[0], load(signature + 8) ^ place_hash);
+std::uint64_t Index::hash_at(std::uint64_t shard_hash, const std::uint8_t* signature) const {
+    return fold(load(signature) ^ secret_[0], load(signature + 8) ^ shard_hash);
 }
 
-std::uint64_t Index::hash(std::uint32_t place, const std::uint8_t* signature) const {
-    return hash_at(places_[place].hash, signature);
+std::uint64_t Index::hash(std::uint32_t shard, const std::uint8_t* signature) const {
+    return hash_at(shards_[shard].hash, signature);
 }
 
-std::uint32_t Index::find(std::uint32_t place, const std::uint8_t* signature) const {
-    return table_.find(static_cast<std::uint32_t>(hash(place, signature)), [&](std::uint32_t i) {
-        return nodes_[i].place == place && std::memcmp(nodes_[i].signature, signature, SIGNATURE) == 0;
+std::uint32_t Index::find(std::uint32_t shard, const std::uint8_t* signature) const {
+    return table_.find(static_cast<std::uint32_t>(hash(shard, signature)), [&](std::uint32_t i) {
+        return nodes_[i].shard == shard && std::memcmp(nodes_[i].signature, signature, SIGNATURE) == 0;
     });
 }
 
 // All slots are asked for, then all nodes, then they are compared: the waits for memory overlap.
-void Index::find(std::uint32_t place, const std::uint8_t* signatures, std::size_t blocks, std::uint32_t* found) const {
+void Index::find(std::uint32_t shard, const std::uint8_t* signatures, std::size_t blocks, std::uint32_t* found) const {
     std::uint32_t hashes[BATCH];
     for (std::size_t i = 0; i < blocks; ++i) {
-        hashes[i] = static_cast<std::uint32_t>(hash(place, signatures + i * SIGNATURE));
+        hashes[i] = static_cast<std::uint32_t>(hash(shard, signatures + i * SIGNATURE));
         table_.prefetch(hashes[i]);
     }
     for (std::size_t i = 0; i < blocks; ++i) {
@@ -95,8 +95,8 @@ void Index::find(std::uint32_t place, const std::uint8_t* signatures, std::size_
         if (found[i] == NIL) continue;
         const Node& node = nodes_[found[i]];
         const std::uint8_t* signature = signatures + i * SIGNATURE;
-        const bool same = node.place == place && std::memcmp(node.signature, signature, SIGNATURE) == 0;
-        if (!same) found[i] = find(place, signature);
+        const bool same = node.shard == shard && std::memcmp(node.signature, signature, SIGNATURE) == 0;
+        if (!same) found[i] = find(shard, signature);
     }
 }
 
@@ -109,7 +109,7 @@ std::size_t Index::match(const BlockRun* runs, const std::uint64_t* needs, std::
         for (std::size_t g = 0; g < count; ++g) {
             if ((needs[g] >= asked) != all) continue;
             masks[g].resize(limit);
-            for_each_node({runs[g].place, runs[g].signatures, limit}, [&](std::size_t i, std::uint32_t node) {
+            for_each_node({runs[g].shard_key, runs[g].signatures, limit}, [&](std::size_t i, std::uint32_t node) {
                 masks[g][i] = node == NIL ? 0 : nodes_[node].tiers;
                 if (all && masks[g][i] == 0) limit = i;
                 return masks[g][i] != 0 || !all;
@@ -155,7 +155,7 @@ std::uint64_t Index::stamp(const BlockRun& run) const {
 }
 
 void Index::uses(const BlockRun& run, std::uint8_t* uses) const {
-    const std::uint64_t named = place_hash(run.place);
+    const std::uint64_t named = shard_hash(run.shard_key);
     for_each_node(run, [&](std::size_t i, std::uint32_t node) {
         uses[i] = node == NIL ? 0 : static_cast<std::uint8_t>(nodes_[node].uses);
         GhostHistory::Use use;
@@ -168,8 +168,8 @@ void Index::uses(const BlockRun& run, std::uint8_t* uses) const {
 }
 
 std::size_t Index::bytes() const {
-    return nodes_.bytes() + table_.bytes() + place_table_.bytes() + places_.size() * sizeof(PlaceName) +
-           free_places_.capacity() * sizeof(std::uint32_t);
+    return nodes_.bytes() + table_.bytes() + shard_table_.bytes() + shards_.size() * sizeof(Shard) +
+           free_shards_.capacity() * sizeof(std::uint32_t);
 }
 
 }  // namespace kvcache

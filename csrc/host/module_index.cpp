@@ -42,8 +42,9 @@ class PyIndex {
         return locked(index_, 1, [&] { return index_.tick(); });
     }
 
-    py::tuple match(const py::sequence& places, const std::vector<std::uint64_t>& needs, const py::object& signatures) {
-        const LookupArgs groups(places, needs);
+    py::tuple match(const py::sequence& shard_keys, const std::vector<std::uint64_t>& needs,
+                    const py::object& signatures) {
+        const LookupArgs groups(shard_keys, needs);
         const Buffer view(signatures, PyBUF_SIMPLE);
         expect(view.bytes() % SIGNATURE == 0, "signatures of " + std::to_string(view.bytes()) + " bytes");
         ByTier by_tier;
@@ -54,10 +55,10 @@ class PyIndex {
     }
 
     py::tuple hash_and_match(const py::object& parent, const py::object& tokens, std::size_t block_tokens,
-                             const py::object& extras, const py::sequence& places,
+                             const py::object& extras, const py::sequence& shard_keys,
                              const std::vector<std::uint64_t>& needs) {
         const ChainArgs input(parent, tokens, block_tokens, extras);
-        const LookupArgs groups(places, needs);
+        const LookupArgs groups(shard_keys, needs);
         py::bytes out(nullptr, input.blocks() * SIGNATURE);
         std::uint8_t* signatures = reinterpret_cast<std::uint8_t*>(PyBytes_AS_STRING(out.ptr()));
         ByTier by_tier;
@@ -75,21 +76,21 @@ class PyIndex {
         return py::make_tuple(out, found, tuple(by_tier));
     }
 
-    py::bytes tier_masks(const py::object& place, const py::object& signatures) {
-        const BlockRunArgs input(place, signatures);
+    py::bytes tier_masks(const py::object& shard_key, const py::object& signatures) {
+        const BlockRunArgs input(shard_key, signatures);
         py::bytes out(nullptr, input.blocks());
         std::uint8_t* masks = reinterpret_cast<std::uint8_t*>(PyBytes_AS_STRING(out.ptr()));
         locked(index_, input.blocks(), [&] { index_.tier_masks(input.run(), masks); });
         return out;
     }
 
-    std::uint64_t stamp(const py::object& place, const py::object& signature) {
-        const BlockRunArgs input(place, signature);
+    std::uint64_t stamp(const py::object& shard_key, const py::object& signature) {
+        const BlockRunArgs input(shard_key, signature);
         return locked(index_, 1, [&] { return index_.stamp(input.run()); });
     }
 
-    void insert(const py::object& place, const py::object& signatures, const py::object& parent, unsigned tier) {
-        const BlockRunArgs input(place, signatures);
+    void insert(const py::object& shard_key, const py::object& signatures, const py::object& parent, unsigned tier) {
+        const BlockRunArgs input(shard_key, signatures);
         const Buffer before(parent, PyBUF_SIMPLE);
         expect(before.bytes() == SIGNATURE || before.bytes() == 0,
                "a parent of " + std::to_string(before.bytes()) + " bytes: expected 32, or none where it is unknown");
@@ -98,13 +99,13 @@ class PyIndex {
         locked(index_, input.blocks(), [&] { index_.insert(input.run(), known, tier); });
     }
 
-    void assign(const std::vector<std::string>& places, unsigned cost_class) {
-        for (const std::string& place : places) {
-            expect(place.size() == PLACE, "a place of " + std::to_string(place.size()) + " bytes");
+    void assign(const std::vector<std::string>& shard_keys, unsigned cost_class) {
+        for (const std::string& shard_key : shard_keys) {
+            expect(shard_key.size() == SHARD_KEY, "a shard key of " + std::to_string(shard_key.size()) + " bytes");
         }
         expect(cost_class < Index::MAX_COST_CLASSES, "kind " + std::to_string(cost_class) + ": expected less than " +
                                                          std::to_string(Index::MAX_COST_CLASSES));
-        locked(index_, BRIEF_BLOCKS + 1, [&] { index_.assign(places, cost_class); });
+        locked(index_, BRIEF_BLOCKS + 1, [&] { index_.assign(shard_keys, cost_class); });
     }
 
     std::vector<std::uint64_t> resident_by_class(unsigned tier) {
@@ -117,30 +118,30 @@ class PyIndex {
         });
     }
 
-    void refuse(const py::object& place, const py::object& signatures) {
-        const BlockRunArgs input(place, signatures);
+    void refuse(const py::object& shard_key, const py::object& signatures) {
+        const BlockRunArgs input(shard_key, signatures);
         locked(index_, input.blocks(), [&] { index_.refuse(input.run()); });
     }
 
-    bool discard(const py::object& place, const py::object& signature, unsigned tier, bool unless_held) {
-        const BlockRunArgs input(place, signature);
+    bool discard(const py::object& shard_key, const py::object& signature, unsigned tier, bool unless_held) {
+        const BlockRunArgs input(shard_key, signature);
         check_tier(tier);
         return locked(index_, 1, [&] { return index_.discard(input.run(), tier, unless_held); });
     }
 
-    void touch(const py::object& place, const py::object& signatures, std::uint64_t stamp) {
-        const BlockRunArgs input(place, signatures);
+    void touch(const py::object& shard_key, const py::object& signatures, std::uint64_t stamp) {
+        const BlockRunArgs input(shard_key, signatures);
         locked(index_, input.blocks(), [&] { index_.touch(input.run(), stamp); });
     }
 
-    void restore_use(const py::object& place, const py::object& signatures, std::uint64_t stamp, unsigned uses) {
-        const BlockRunArgs input(place, signatures);
+    void restore_use(const py::object& shard_key, const py::object& signatures, std::uint64_t stamp, unsigned uses) {
+        const BlockRunArgs input(shard_key, signatures);
         expect(uses < 256, std::to_string(uses) + " uses: expected a byte");
         locked(index_, input.blocks(), [&] { index_.restore_use(input.run(), stamp, uses); });
     }
 
-    py::tuple hold(const py::object& place, const py::object& signatures, const std::vector<std::uint64_t>& room) {
-        const BlockRunArgs input(place, signatures);
+    py::tuple hold(const py::object& shard_key, const py::object& signatures, const std::vector<std::uint64_t>& room) {
+        const BlockRunArgs input(shard_key, signatures);
         expect(room.size() == tiers_,
                "room in " + std::to_string(room.size()) + " tiers: expected one each of " + std::to_string(tiers_));
         ByTier most{};
@@ -148,8 +149,8 @@ class PyIndex {
         return tuple(locked(index_, input.blocks(), [&] { return index_.hold(input.run(), most); }));
     }
 
-    void release(const py::object& place, const py::object& signatures) {
-        const BlockRunArgs input(place, signatures);
+    void release(const py::object& shard_key, const py::object& signatures) {
+        const BlockRunArgs input(shard_key, signatures);
         const bool sound = locked(index_, input.blocks(), [&] { return index_.release(input.run()); });
         expect(sound, "release of a block that is not held: give back what `hold` took, once");
     }
@@ -164,7 +165,7 @@ class PyIndex {
         });
         py::list out;
         for (const Index::Victim& victim : victims) {
-            out.append(py::make_tuple(bytes(victim.place, PLACE), bytes(victim.signature, SIGNATURE),
+            out.append(py::make_tuple(bytes(victim.shard_key, SHARD_KEY), bytes(victim.signature, SIGNATURE),
                                       bytes(victim.parent, victim.parent_known ? SIGNATURE : 0), victim.kept));
         }
         return out;
@@ -175,9 +176,9 @@ class PyIndex {
         check_tier(tier);
         const ValueTableArgs table(values, weights, index_);
         const Buffer rows(records, PyBUF_SIMPLE);
-        const std::size_t count = rows.bytes() / (PLACE + SIGNATURE);
-        expect(rows.bytes() == count * (PLACE + SIGNATURE),
-               "records of " + std::to_string(rows.bytes()) + " bytes: expected a place and a signature each");
+        const std::size_t count = rows.bytes() / (SHARD_KEY + SIGNATURE);
+        expect(rows.bytes() == count * (SHARD_KEY + SIGNATURE),
+               "records of " + std::to_string(rows.bytes()) + " bytes: expected a shard key and a signature each");
         return locked(index_, count, [&] { return index_.worth(tier, table.values(), weights, rows.data(), count); });
     }
 
@@ -185,30 +186,30 @@ class PyIndex {
         check_tier(tier);
         return joined(gathered<std::uint8_t>([&](std::uint32_t first, std::uint32_t end, auto* part) {
             return index_.for_each_resident(tier, first, end,
-                                            [&](const std::uint8_t* place, const std::uint8_t* signature) {
-                                                part->insert(part->end(), place, place + PLACE);
+                                            [&](const std::uint8_t* shard_key, const std::uint8_t* signature) {
+                                                part->insert(part->end(), shard_key, shard_key + SHARD_KEY);
                                                 part->insert(part->end(), signature, signature + SIGNATURE);
                                             });
         }));
     }
 
-    py::bytes uses(const py::object& place, const py::object& signatures) {
-        const BlockRunArgs input(place, signatures);
+    py::bytes uses(const py::object& shard_key, const py::object& signatures) {
+        const BlockRunArgs input(shard_key, signatures);
         py::bytes out(nullptr, input.blocks());
         std::uint8_t* uses = reinterpret_cast<std::uint8_t*>(PyBytes_AS_STRING(out.ptr()));
         locked(index_, input.blocks(), [&] { index_.uses(input.run(), uses); });
         return out;
     }
 
-    void replay(const py::object& place, const py::object& starts, const py::object& blocks,
+    void replay(const py::object& shard_key, const py::object& starts, const py::object& blocks,
                 const py::object& signatures, std::size_t first, std::size_t end, std::uint64_t capacity,
                 const py::object& values, const py::object& hits, bool refuses) {
-        const Buffer where(place, PyBUF_SIMPLE), begins(starts, PyBUF_FORMAT), chain(blocks, PyBUF_FORMAT);
+        const Buffer where(shard_key, PyBUF_SIMPLE), begins(starts, PyBUF_FORMAT), chain(blocks, PyBUF_FORMAT);
         const Buffer names(signatures, PyBUF_SIMPLE);
         const ValueTableArgs table(values, {}, index_);
         const Buffer out(hits, PyBUF_FORMAT | PyBUF_WRITABLE);
-        expect(where.bytes() == PLACE && first <= end && out.integers("i", 4, "int32") >= end - first,
-               "expected a place, and one hit for each request");
+        expect(where.bytes() == SHARD_KEY && first <= end && out.integers("i", 4, "int32") >= end - first,
+               "expected a shard key, and one hit for each request");
         check_requests(begins, chain, names.bytes() / SIGNATURE, first, end);
         expect(tiers_ == 1, "a trace is replayed on an index of one tier");
         expect(capacity >= index_.resident(0), "a capacity below the number of resident blocks");
@@ -347,38 +348,39 @@ class PyIndex {
 void PyIndex::bind(py::module_& module) {
     py::class_<PyIndex>(module, "Index", R"(The block index; its twin, `ReferenceIndex`, defines each call.
 
-A place is 42 bytes: namespace, group, shard; signatures are 32 bytes a block, packed. Releases the interpreter lock
+A shard key is 42 bytes: namespace, group, shard; signatures are 32 bytes a block, packed. Releases the interpreter lock
 for more than a few blocks. ValueError where arguments make no sense.)")
         .def(
             py::init<unsigned, std::vector<unsigned>, std::vector<std::uint64_t>, double, std::vector<std::uint64_t>>(),
             py::arg("tiers"), py::arg("bounds"), py::arg("edges"), py::arg("ghosts"),
             py::arg("gaps") = std::vector<std::uint64_t>())
         .def("tick", &PyIndex::tick)
-        .def("match", &PyIndex::match, py::arg("places"), py::arg("needs"), py::arg("signatures"))
+        .def("match", &PyIndex::match, py::arg("shard_keys"), py::arg("needs"), py::arg("signatures"))
         .def("hash_and_match", &PyIndex::hash_and_match, py::arg("parent"), py::arg("tokens"), py::arg("block_tokens"),
-             py::arg("extras"), py::arg("places"), py::arg("needs"),
+             py::arg("extras"), py::arg("shard_keys"), py::arg("needs"),
              "`digest_chain` and `match` of its result in one call: (signatures, blocks, blocks by tier).")
-        .def("tier_masks", &PyIndex::tier_masks, py::arg("place"), py::arg("signatures"))
-        .def("uses", &PyIndex::uses, py::arg("place"), py::arg("signatures"))
-        .def("replay", &PyIndex::replay, py::arg("place"), py::arg("starts"), py::arg("blocks"), py::arg("signatures"),
-             py::arg("first"), py::arg("end"), py::arg("capacity"), py::arg("values"), py::arg("hits"),
-             py::arg("refuses") = true)
-        .def("stamp", &PyIndex::stamp, py::arg("place"), py::arg("signature"))
-        .def("insert", &PyIndex::insert, py::arg("place"), py::arg("signatures"), py::arg("parent"), py::arg("tier"))
-        .def("refuse", &PyIndex::refuse, py::arg("place"), py::arg("signatures"))
-        .def("discard", &PyIndex::discard, py::arg("place"), py::arg("signature"), py::arg("tier"),
+        .def("tier_masks", &PyIndex::tier_masks, py::arg("shard_key"), py::arg("signatures"))
+        .def("uses", &PyIndex::uses, py::arg("shard_key"), py::arg("signatures"))
+        .def("replay", &PyIndex::replay, py::arg("shard_key"), py::arg("starts"), py::arg("blocks"),
+             py::arg("signatures"), py::arg("first"), py::arg("end"), py::arg("capacity"), py::arg("values"),
+             py::arg("hits"), py::arg("refuses") = true)
+        .def("stamp", &PyIndex::stamp, py::arg("shard_key"), py::arg("signature"))
+        .def("insert", &PyIndex::insert, py::arg("shard_key"), py::arg("signatures"), py::arg("parent"),
+             py::arg("tier"))
+        .def("refuse", &PyIndex::refuse, py::arg("shard_key"), py::arg("signatures"))
+        .def("discard", &PyIndex::discard, py::arg("shard_key"), py::arg("signature"), py::arg("tier"),
              py::arg("unless_held"))
-        .def("touch", &PyIndex::touch, py::arg("place"), py::arg("signatures"), py::arg("stamp"))
-        .def("restore_use", &PyIndex::restore_use, py::arg("place"), py::arg("signatures"), py::arg("stamp"),
+        .def("touch", &PyIndex::touch, py::arg("shard_key"), py::arg("signatures"), py::arg("stamp"))
+        .def("restore_use", &PyIndex::restore_use, py::arg("shard_key"), py::arg("signatures"), py::arg("stamp"),
              py::arg("uses"))
-        .def("hold", &PyIndex::hold, py::arg("place"), py::arg("signatures"), py::arg("room"))
-        .def("release", &PyIndex::release, py::arg("place"), py::arg("signatures"))
+        .def("hold", &PyIndex::hold, py::arg("shard_key"), py::arg("signatures"), py::arg("room"))
+        .def("release", &PyIndex::release, py::arg("shard_key"), py::arg("signatures"))
         .def("evict", &PyIndex::evict, py::arg("tier"), py::arg("values"), py::arg("count"), py::arg("before"),
              py::arg("stored_below"), py::arg("weights") = std::vector<double>{},
              py::arg("most") = std::numeric_limits<double>::infinity())
         .def("worth", &PyIndex::worth, py::arg("tier"), py::arg("values"), py::arg("records"),
              py::arg("weights") = std::vector<double>{})
-        .def("assign", &PyIndex::assign, py::arg("places"), py::arg("cost_class"))
+        .def("assign", &PyIndex::assign, py::arg("shard_keys"), py::arg("cost_class"))
         .def("resident_by_class", &PyIndex::resident_by_class, py::arg("tier"))
         .def("resident", &PyIndex::resident, py::arg("tier"))
         .def("names", &PyIndex::names, py::arg("tier"))

@@ -25,7 +25,7 @@ struct TierLinks {
 
 struct __attribute__((packed, aligned(4))) Node {
     std::uint8_t signature[SIGNATURE];
-    std::uint32_t place;   // number of the namespace, group and shard
+    std::uint32_t shard;   // number of the namespace, group and shard
     std::uint32_t parent;  // number of the node of the block before, or one of the four below
     std::uint64_t stamp : 40, uses : 8, holds : 16;
     std::uint32_t depth : 24, tiers : 4, listed : 4;  // by bit: the tiers that have it, in whose orders it stands

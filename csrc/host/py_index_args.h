@@ -15,42 +15,45 @@ namespace kvcache {
 // A run.
 class BlockRunArgs {
   public:
-    BlockRunArgs(const pybind11::handle& place, const pybind11::handle& signatures)
-        : place_(place, PyBUF_SIMPLE), signatures_(signatures, PyBUF_SIMPLE) {
-        expect(place_.bytes() == PLACE, "a place of " + std::to_string(place_.bytes()) + " bytes: expected " +
-                                            std::to_string(PLACE) + ", namespace, group and shard");
+    BlockRunArgs(const pybind11::handle& shard_key, const pybind11::handle& signatures)
+        : shard_key_(shard_key, PyBUF_SIMPLE), signatures_(signatures, PyBUF_SIMPLE) {
+        expect(shard_key_.bytes() == SHARD_KEY, "a shard key of " + std::to_string(shard_key_.bytes()) +
+                                                    " bytes: expected " + std::to_string(SHARD_KEY) +
+                                                    ", namespace, group and shard");
         expect(signatures_.bytes() % SIGNATURE == 0,
                "signatures of " + std::to_string(signatures_.bytes()) + " bytes: expected 32 a block");
     }
 
     std::size_t blocks() const { return signatures_.bytes() / SIGNATURE; }
-    BlockRun run() const { return {place_.data(), signatures_.data(), blocks()}; }
+    BlockRun run() const { return {shard_key_.data(), signatures_.data(), blocks()}; }
 
   private:
-    Buffer place_, signatures_;
+    Buffer shard_key_, signatures_;
 };
 
-// The places and needs of a lookup: one of each a group.
+// The shard keys and needs of a lookup, one of each for a group.
 class LookupArgs {
   public:
-    LookupArgs(const pybind11::sequence& places, std::vector<std::uint64_t> needs) : needs_(std::move(needs)) {
-        expect(places.size() == needs_.size(), std::to_string(places.size()) + " places and " +
-                                                   std::to_string(needs_.size()) + " needs: expected one each a group");
-        for (std::size_t i = 0; i < places.size(); ++i) {
-            places_.push_back(std::make_unique<Buffer>(pybind11::object(places[i]), PyBUF_SIMPLE));
-            expect(places_.back()->bytes() == PLACE, "a place of " + std::to_string(places_.back()->bytes()) +
-                                                         " bytes: expected " + std::to_string(PLACE));
+    LookupArgs(const pybind11::sequence& shard_keys, std::vector<std::uint64_t> needs) : needs_(std::move(needs)) {
+        expect(shard_keys.size() == needs_.size(), std::to_string(shard_keys.size()) + " shard keys and " +
+                                                       std::to_string(needs_.size()) +
+                                                       " needs: expected one each a group");
+        for (std::size_t i = 0; i < shard_keys.size(); ++i) {
+            shard_keys_.push_back(std::make_unique<Buffer>(pybind11::object(shard_keys[i]), PyBUF_SIMPLE));
+            expect(shard_keys_.back()->bytes() == SHARD_KEY, "a shard key of " +
+                                                                 std::to_string(shard_keys_.back()->bytes()) +
+                                                                 " bytes: expected " + std::to_string(SHARD_KEY));
         }
     }
 
     std::size_t match(const Index& index, const std::uint8_t* signatures, std::size_t blocks, ByTier* by_tier) const {
         std::vector<BlockRun> runs;
-        for (const auto& place : places_) runs.push_back({place->data(), signatures, blocks});
+        for (const auto& shard_key : shard_keys_) runs.push_back({shard_key->data(), signatures, blocks});
         return index.match(runs.data(), needs_.data(), runs.size(), by_tier);
     }
 
   private:
-    std::vector<std::unique_ptr<Buffer>> places_;
+    std::vector<std::unique_ptr<Buffer>> shard_keys_;
     std::vector<std::uint64_t> needs_;
 };
 

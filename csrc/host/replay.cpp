@@ -6,7 +6,7 @@
 
 namespace kvcache {
 
-void replay(Index& index, const std::uint8_t* place, const Requests& requests, std::uint64_t capacity,
+void replay(Index& index, const std::uint8_t* shard_key, const Requests& requests, std::uint64_t capacity,
             const double* values, bool refuses, std::int32_t* hits) {
     constexpr std::uint64_t ALL = Index::NEVER;
     std::vector<std::uint8_t> signatures, uses;
@@ -19,7 +19,7 @@ void replay(Index& index, const std::uint8_t* place, const Requests& requests, s
             std::memcpy(&signatures[i * SIGNATURE], from, SIGNATURE);
         }
         const auto part = [&](std::size_t first, std::size_t end) {
-            return BlockRun{place, signatures.data() + first * SIGNATURE, end - first};
+            return BlockRun{shard_key, signatures.data() + first * SIGNATURE, end - first};
         };
         const std::uint64_t now = index.tick();
         const BlockRun whole = part(0, blocks);
@@ -42,7 +42,7 @@ void replay(Index& index, const std::uint8_t* place, const Requests& requests, s
             end += fits, room -= fits;
             if (fits < alike) break;  // what follows could not be found
         }
-        index.insert(part(at, end), at ? part(at - 1, at).signatures : place, 0);
+        index.insert(part(at, end), at ? part(at - 1, at).signatures : shard_key, 0);
         index.refuse(part(end, blocks));
     }
 }

@@ -18,7 +18,7 @@ struct Requests {
 
 // `hits`: by request, from `first` on, how many of its first blocks were there. `values` is a policy's table.
 // `refuses`: newcomers take the place of nothing that is worth more.
-void replay(Index& index, const std::uint8_t* place, const Requests& requests, std::uint64_t capacity,
+void replay(Index& index, const std::uint8_t* shard_key, const Requests& requests, std::uint64_t capacity,
             const double* values, bool refuses, std::int32_t* hits);
 
 }  // namespace kvcache

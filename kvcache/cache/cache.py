@@ -64,7 +64,7 @@ from kvcache.cache.shared_lookup import SharedTier
 from kvcache.cache.tier_manager import TierManager
 from kvcache.cache.usage import NamespaceUsage, UsageByNamespace
 from kvcache.errors import ClosedError
-from kvcache.index.block_run import BlockRun, place_of
+from kvcache.index.block_run import BlockRun, pack_shard_key
 from kvcache.index.cost_classes import CostClass, ModelShape
 from kvcache.index.index import Index
 from kvcache.index.kv_events import EventBatch
@@ -205,37 +205,33 @@ class Cache:
         """Compute the record sizes of a namespace in each tier and register its cost classes."""
         tiers = [self.host.name, *(tier.name for tier in self.lower_tiers)]
         sizes = [
-            tuple(
-                self._context.record_codec.stored_bytes(tier, bound.layout, place.group, place.shard) for tier in tiers
-            )
-            for place in bound.all_shards
+            tuple(self._context.record_codec.stored_bytes(tier, bound.layout, ref.group, ref.shard) for tier in tiers)
+            for ref in bound.all_shards
         ]
         name = (bound.namespace.model, bound.namespace.revision, bound.namespace.adapter or "")
         bound.model = ModelShape(name, bound.layout.block_tokens, tuple(map(sum, zip(*sizes, strict=True))))
-        for place, size in zip(bound.all_shards, sizes, strict=True):
-            self.cost_classes.bind(CostClass(bound.tenant, bound.model, size), place.name)
+        for ref, size in zip(bound.all_shards, sizes, strict=True):
+            self.cost_classes.bind(CostClass(bound.tenant, bound.model, size), ref.key)
 
     def _fits(self, bound: CacheNamespace) -> str:
         """Tokens of this model that fit into each tier of this cache, all ranks together.
 
         Groups that do not grow with the context are not counted.
         """
-        growing = [place for place in bound.all_shards if bound.layout.groups[place.group].rule == "all"]
+        growing = [ref for ref in bound.all_shards if bound.layout.groups[ref.group].rule == "all"]
         capacities = []
         for tier in (self.host, *(tier for tier in self.lower_tiers if not tier.shared)):
             of_block = sum(
-                self._context.record_codec.stored_bytes(tier.name, bound.layout, place.group, place.shard)
-                for place in growing or bound.all_shards
+                self._context.record_codec.stored_bytes(tier.name, bound.layout, ref.group, ref.shard)
+                for ref in growing or bound.all_shards
             )
             tokens = tier.usage().capacity_bytes // of_block * bound.layout.block_tokens
             capacities.append(f"{tokens:,} tokens in {tier.name} ({self._context.record_codec.codec_of(tier.name)})")
         return ", ".join(capacities)
 
     def _sizes(self) -> dict[bytes, int]:
-        """Payload bytes of a record by place, for all bound namespaces."""
-        return {
-            place.name: place.payload_bytes for bound in self.bounds for place in (*bound.places, *bound.all_shards)
-        }
+        """Payload bytes of a record by shard key, for all bound namespaces."""
+        return {ref.key: ref.payload_bytes for bound in self.bounds for ref in (*bound.own_shards, *bound.all_shards)}
 
     def counted(self) -> UsageByNamespace:
         """Records and bytes by namespace and tier from the last count. Never waits for a new one."""
@@ -387,4 +383,6 @@ def _index_stored_records(index: Index, tier: Tier) -> None:
     """Index the records in a tier, and remove from the index what the tier loses later."""
     tier.on_loss(lambda address: index.discard(address, tier.name))
     for head, signatures in tier.runs():
-        index.insert_run(BlockRun(place_of(head.namespace, head.group, head.shard), signatures), head.parent, tier.name)
+        index.insert_run(
+            BlockRun(pack_shard_key(head.namespace, head.group, head.shard), signatures), head.parent, tier.name
+        )

@@ -382,7 +382,7 @@ def blocks_by_tier(choice: LoadChoice) -> dict[str, int]:
 
 def spans(
     index: Index,
-    places: Sequence[tuple[bytes, int]],
+    shards: Sequence[tuple[bytes, int]],
     needs: Sequence[int],
     packed: PackedSignatures,
     by_tier: Mapping[str, int],
@@ -393,16 +393,16 @@ def spans(
     tier, to be loaded or skipped as a whole.
 
     Args:
-        places: by shard, its place name in the index and its payload bytes.
+        shards: the key of each shard in the index, and its payload bytes.
     """
     found = sum(by_tier.values())
     if not found:
         return []
-    sizes = [size * min(need, found) for (_, size), need in zip(places, needs, strict=True)]
+    sizes = [size * min(need, found) for (_, size), need in zip(shards, needs, strict=True)]
     if len(by_tier) == 1 or min(needs) < ALL_BLOCKS:
         return [TierSpan(list(by_tier)[-1], found, sum(sizes))]
-    a_block = sum(size for _, size in places)
-    masks = [np.frombuffer(index.tier_masks(BlockRun(place, packed).part(0, found)), np.uint8) for place, _ in places]
+    a_block = sum(size for _, size in shards)
+    masks = [np.frombuffer(index.tier_masks(BlockRun(key, packed).part(0, found)), np.uint8) for key, _ in shards]
     nearest = np.max([mask & -mask.astype(np.int16) for mask in masks], axis=0)
     edges = [0, *(np.flatnonzero(np.diff(nearest)) + 1).tolist(), found]
     tiers = {1 << t: tier for t, tier in enumerate(index.tiers)}

@@ -123,7 +123,8 @@ class MissExplainer:
             if other.namespace != asked.namespace and np.array_equal(ours, other.tokens(0, end)):
                 block = -(-end // other.block_tokens) - 1
                 if block < other.blocks and any(
-                    self._index.tier_masks(BlockRun(place, other.signature(block)))[0] for place in other.places
+                    self._index.tier_masks(BlockRun(shard_key, other.signature(block)))[0]
+                    for shard_key in other.shard_keys
                 ):
                     return other
         return None
@@ -275,11 +276,18 @@ def resync_point(ours: Ids, theirs: Ids) -> tuple[int, int, int] | None:
 
 
 def hypothetical_request(
-    packed: bytes, ids: Ids | None, *, namespace: bytes, places: list[bytes], block_tokens: int, clock: int, time: float
+    packed: bytes,
+    ids: Ids | None,
+    *,
+    namespace: bytes,
+    shard_keys: list[bytes],
+    block_tokens: int,
+    clock: int,
+    time: float,
 ) -> RecentRequest:
     """A prompt that no client has sent yet, for `explain`."""
     known = [ids[: len(packed) // SIGNATURE_BYTES * block_tokens]] if ids is not None else []
-    return RecentRequest("", namespace, places, block_tokens, packed, clock, time, known)
+    return RecentRequest("", namespace, shard_keys, block_tokens, packed, clock, time, known)
 
 
 # The missing part of one request's prompt: one reason, counted once. It is counted when the request stores or is
@@ -294,12 +302,14 @@ class MissRecord:
         *,
         work: RequestContext,
         namespace: bytes,
-        places: Sequence[bytes],
+        shard_keys: Sequence[bytes],
         block_tokens: int,
     ) -> None:
         self._miss_explainer, self._counters = why, counters
         request, agent, session = work
-        self._asked = RecentRequest(request, namespace, places, block_tokens, b"", 0, 0.0, agent=agent, session=session)
+        self._asked = RecentRequest(
+            request, namespace, shard_keys, block_tokens, b"", 0, 0.0, agent=agent, session=session
+        )
         self._prompt_blocks = 0
         self._behind: list[NDArray[np.uint32]] = []
         self._loads: list[tuple[int, int, BlockTransfer]] = []  # rank, first block, transfer

@@ -35,8 +35,8 @@ class NamespaceGC:
         self._tiers = [tier.name for tier in context.tiers if not tier.shared]
         self._erasure, self._bounds, self._bind_lock = erasure, bounds, binding
         self._added = 0
-        self.places: set[bytes] = set()
-        """Places whose state is still kept."""
+        self.shard_keys: set[bytes] = set()
+        """Keys of shards whose state is still kept."""
 
     def add(self, removed: Collection[CacheNamespace]) -> None:
         """Add namespaces that are not bound any more.
@@ -48,23 +48,23 @@ class NamespaceGC:
         for each in removed:
             if each.id not in bound:
                 self._record_codec.unbind(each.id)
-        self.places |= {name for each in removed for name in _shard_names(each)}
+        self.shard_keys |= {name for each in removed for name in _shard_keys_of(each)}
 
     def collect(self) -> None:
         """Remove the state of namespaces without a record."""
         added = self._added
-        held = set[bytes]().union(*(self._index.places(tier) for tier in self._tiers))
+        held = set[bytes]().union(*(self._index.records_by_shard(tier) for tier in self._tiers))
         with self._bind_lock:
             if added != self._added:  # the new ones may have records; the later `add` is followed by its own `collect`
                 return
-            bound = {name for each in self._bounds() for name in _shard_names(each)}
-            removed = self.places - held - bound
-            self.places -= removed | bound
+            bound = {name for each in self._bounds() for name in _shard_keys_of(each)}
+            removed = self.shard_keys - held - bound
+            self.shard_keys -= removed | bound
             self._cost_classes.unbind(removed)
             remaining = {name[:SIGNATURE_BYTES] for name in held | bound}
             for namespace in {name[:SIGNATURE_BYTES] for name in removed} - remaining:
                 self._erasure.unbind(namespace)
 
 
-def _shard_names(bound: CacheNamespace) -> Iterable[bytes]:
-    return (place.name for place in (*bound.places, *bound.all_shards))
+def _shard_keys_of(bound: CacheNamespace) -> Iterable[bytes]:
+    return (ref.key for ref in (*bound.own_shards, *bound.all_shards))

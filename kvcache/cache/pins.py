@@ -39,7 +39,7 @@ class PinnedNamespace(Protocol):
     @property
     def layout(self) -> KVLayout: ...
     @property
-    def names(self) -> Sequence[bytes]: ...
+    def shard_keys(self) -> Sequence[bytes]: ...
     @property
     def needs(self) -> Sequence[int]: ...
     @property
@@ -102,7 +102,7 @@ class Pins:
 
     def pinnable_blocks(self, bound: PinnedNamespace, blocks: int) -> int:
         """Of this many leading blocks, those whose records pins can all hold in host memory."""
-        sizes = [(place.group, record_bytes(place.payload_bytes)) for place in bound.all_shards]
+        sizes = [(ref.group, record_bytes(ref.payload_bytes)) for ref in bound.all_shards]
 
         def size(blocks: int) -> int:
             need = wanted(bound.layout, blocks)
@@ -118,13 +118,13 @@ class Pins:
             ConfigError: none is cached, none fits, or as `check`.
         """
         self.check(seconds)
-        lookup = self._index.lookup(bound.names, bound.needs)
+        lookup = self._index.lookup(bound.shard_keys, bound.needs)
         lookup.match(packed)
         found = lookup.blocks
         need = wanted(bound.layout, found)
         runs = [
-            (BlockRun(place.name, packed).part(need[place.group].start, found), place.payload_bytes)
-            for place in bound.all_shards
+            (BlockRun(ref.key, packed).part(need[ref.group].start, found), ref.payload_bytes)
+            for ref in bound.all_shards
         ]
         with self._lock:
             self._check_number()
@@ -197,7 +197,9 @@ class Pins:
         """Runs of one block each, for all pinned blocks."""
         with self._lock:
             runs = [run for pin in self._pins.values() for run, _, _ in pin.claim]
-        return {BlockRun(run.place, bytes(run.part(i, i + 1).signatures)) for run in runs for i in range(run.blocks)}
+        return {
+            BlockRun(run.shard_key, bytes(run.part(i, i + 1).signatures)) for run in runs for i in range(run.blocks)
+        }
 
     def left(self) -> list[dict[str, Any]]:
         """The pins, for the next process."""
@@ -213,7 +215,7 @@ class Pins:
                     "block_tokens": pin.block_tokens,
                     "ends": pin.ends,
                     "runs": [
-                        [run.place, bytes(run.signatures), payload_bytes]
+                        [run.shard_key, bytes(run.signatures), payload_bytes]
                         for (run, _, _), (_, payload_bytes) in zip(pin.claim, pin.runs, strict=True)
                     ],
                 }
@@ -234,7 +236,9 @@ class Pins:
             Exception: of any type, if the data is invalid.
         """
         numbers = [left[name] for name in ("pin", "blocks", "wanted", "block_tokens")]
-        runs = [(BlockRun(place, signatures), payload_bytes) for place, signatures, payload_bytes in left["runs"]]
+        runs = [
+            (BlockRun(shard_key, signatures), payload_bytes) for shard_key, signatures, payload_bytes in left["runs"]
+        ]
         sizes = [payload_bytes for _, payload_bytes in runs]
         if any(type(number) is not int or number < 1 for number in (*numbers, *sizes)) or not runs:
             raise ValueError(f"a pin of {numbers}, payloads of {sizes}")

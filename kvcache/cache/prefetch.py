@@ -78,7 +78,8 @@ class Prefetcher:
                 pause.wait(_POLL_S)
                 hit = request.match()
             before = request.begin()
-        lookup = index.lookup(bound.names, bound.needs)  # all cached blocks, whether or not the plan would load them
+        # all cached blocks, whether or not the plan would load them
+        lookup = index.lookup(bound.shard_keys, bound.needs)
         lookup.match(self._packed)
         blocks = min(lookup.blocks, self._most_blocks)
         return bool(blocks) and self._prefetch(blocks, before)
@@ -90,10 +91,10 @@ class Prefetcher:
         step = max(1, WINDOW_BYTES // sum(chain.payload_bytes for chain in chains))
         for first in range(0, blocks, step):
             lower_tier_blocks = []
-            for place, chain in zip(bound.all_shards, chains, strict=True):
-                part = range(max(first, need[place.group].start), min(first + step, blocks))
+            for ref, chain in zip(bound.all_shards, chains, strict=True):
+                part = range(max(first, need[ref.group].start), min(first + step, blocks))
                 masks = (
-                    self._context.index.tier_masks(BlockRun(place.name, packed).part(part.start, part.stop))
+                    self._context.index.tier_masks(BlockRun(ref.key, packed).part(part.start, part.stop))
                     if part
                     else b""
                 )

@@ -34,7 +34,7 @@ from kvcache.cache.slot_copy import PagesSlotCopy, SlotCopy
 from kvcache.cache.store import Store
 from kvcache.cache.tier_manager import TierManager
 from kvcache.errors import ClosedError, RequestError
-from kvcache.index.block_run import BlockRun, ChainView, ShardRef, needs, place_of, wanted
+from kvcache.index.block_run import BlockRun, ChainView, ShardRef, needs, pack_shard_key, wanted
 from kvcache.index.cost_classes import UNKNOWN_MODEL
 from kvcache.log import RequestContext, request_context
 from kvcache.tier.tier import BACKGROUND, PREFETCH, Outcome
@@ -110,14 +110,16 @@ class CacheNamespace:
         self.id, self.layout, self.tenant, self.open = namespace.id, namespace.layout, namespace.tenant, True
         # set by the cache: the bytes of a block, and the identity that its compute cost is compared under
         self.model = UNKNOWN_MODEL
-        self.places = [self._place(g, shard) for g, shard in enumerate(shards)]
-        self.all_shards = [self._place(g, shard) for g, of_group in enumerate(all_shards) for shard in of_group]
+        self.own_shards = [self._shard_ref(g, shard) for g, shard in enumerate(shards)]
+        self.all_shards = [self._shard_ref(g, shard) for g, of_group in enumerate(all_shards) for shard in of_group]
         """The shards of all ranks: a block counts if all of these are cached."""
-        self.names = [place.name for place in self.all_shards]
-        self.needs = [needs(namespace.layout)[place.group] for place in self.all_shards]
+        self.shard_keys = [ref.key for ref in self.all_shards]
+        self.needs = [needs(namespace.layout)[ref.group] for ref in self.all_shards]
 
-    def _place(self, group: int, shard: Shard) -> ShardRef:
-        return ShardRef(group, shard, self.layout.block_bytes(shard, group=group), place_of(self.id, group, shard))
+    def _shard_ref(self, group: int, shard: Shard) -> ShardRef:
+        return ShardRef(
+            group, shard, self.layout.block_bytes(shard, group=group), pack_shard_key(self.id, group, shard)
+        )
 
     def event_signature(self, signature: bytes) -> bytes:
         return signature
@@ -127,7 +129,7 @@ class CacheNamespace:
         self.context.cost_classes.computed(self.tenant, self.model, tokens, seconds)
 
     def canary(self, recompute: Recompute) -> None:
-        self.context.canary.register(self.id, self.layout, [place.payload_bytes for place in self.places], recompute)
+        self.context.canary.register(self.id, self.layout, [ref.payload_bytes for ref in self.own_shards], recompute)
 
     def request(
         self,
@@ -166,14 +168,14 @@ class CacheRequest:
         self._deadline_s, self._origin = deadline_s, origin
         self._own = Chain(bound.id, bound.layout.block_tokens)
         self._found, self._admitted = 0, False
-        places, size = bound.names, bound.layout.block_tokens
+        size = bound.layout.block_tokens
         self.miss: MissRecord = (
             MissRecord(
                 bound.context.miss_explainer,
                 bound.context.counters,
                 work=work,
                 namespace=bound.id,
-                places=places,
+                shard_keys=bound.shard_keys,
                 block_tokens=size,
             )
             if origin is None
@@ -217,7 +219,7 @@ class CacheRequest:
         bound, layout = self._bound, self._bound.layout
         check_origin(self._origin, token_ids, digests, signatures)
         self._context.expiry.sweep()  # so that the lookup finds no expired block
-        lookup, beside = self._context.index.lookup(bound.names, bound.needs), None
+        lookup, beside = self._context.index.lookup(bound.shard_keys, bound.needs), None
         if digests is not None:
             self._own = Chain.from_digests(bound.id, digests, layout.block_tokens, after=after)
             beside, token_ids = token_ids, None
@@ -321,7 +323,7 @@ class CacheRequest:
             self._context.counters.add("load_failures", end - first, outcome=BYPASS)
             transfer.settle_rest(0, Outcome.NOT_FOUND)
             return transfer
-        claim = self._context.holds.take(self._runs(self._bound.places, first, end))
+        claim = self._context.holds.take(self._runs(self._bound.own_shards, first, end))
         now = self._context.os_env.clock.now()
         job = Load(
             context=self._context,
@@ -403,21 +405,21 @@ class CacheRequest:
 
     def _chains(self) -> list[ChainView]:
         """By group, the records of this request's blocks."""
-        return [self._chained(place) for place in self._bound.places]
+        return [self._chained(ref) for ref in self._bound.own_shards]
 
-    def _chained(self, place: ShardRef) -> ChainView:
+    def _chained(self, ref: ShardRef) -> ChainView:
         chain = self.chain
-        return ChainView(self._bound.id, chain.packed, place.group, place.shard, place.payload_bytes, chain.head)
+        return ChainView(self._bound.id, chain.packed, ref.group, ref.shard, ref.payload_bytes, chain.head)
 
-    def _runs(self, places: Sequence[ShardRef], first: int, end: int) -> list[tuple[BlockRun, int]]:
-        """By place, the blocks from `first` on that a prefix of `end` blocks needs, and the payload bytes of each."""
+    def _runs(self, shards: Sequence[ShardRef], first: int, end: int) -> list[tuple[BlockRun, int]]:
+        """By shard, the blocks from `first` on that a prefix of `end` blocks needs, and the payload bytes of each."""
         need = wanted(self._bound.layout, end)
         return [
             (
-                BlockRun(place.name, self.chain.packed).part(max(first, need[place.group].start), end),
-                place.payload_bytes,
+                BlockRun(ref.key, self.chain.packed).part(max(first, need[ref.group].start), end),
+                ref.payload_bytes,
             )
-            for place in places
+            for ref in shards
         ]
 
     def begin(self) -> int:
@@ -437,8 +439,8 @@ class CacheRequest:
 
     def _choose_load(self) -> LoadChoice:
         bound, layout = self._bound, self._bound.layout
-        places = [(place.name, place.payload_bytes) for place in bound.all_shards]
-        entries = spans(self._context.index, places, bound.needs, self.chain.packed, self._by_tier)
+        shards = [(ref.key, ref.payload_bytes) for ref in bound.all_shards]
+        entries = spans(self._context.index, shards, bound.needs, self.chain.packed, self._by_tier)
         return self._context.plan.choose(bound.id, self.chain.tokens, layout.block_tokens, entries)
 
     def _count(self) -> None:
@@ -454,9 +456,9 @@ class CacheRequest:
         context, tier_manager = self._context, self._tier_manager
         ahead = []
         needs = [range(max(first, need.start), need.stop) for need in wanted(self._bound.layout, end)]
-        for place in self._bound.all_shards:
-            chain, need = self._chained(place), needs[place.group]
-            run = BlockRun(place.name, self.chain.packed).part(need.start, need.stop)
+        for ref in self._bound.all_shards:
+            chain, need = self._chained(ref), needs[ref.group]
+            run = BlockRun(ref.key, self.chain.packed).part(need.start, need.stop)
             masks = np.frombuffer(context.index.tier_masks(run), np.uint8)
             for i in np.flatnonzero((masks != 0) & (masks & 1 == 0)):
                 room -= chain.payload_bytes

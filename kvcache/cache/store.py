@@ -16,7 +16,7 @@ from kvcache.cache.context import BYPASS, CacheContext
 from kvcache.cache.operation import BlockTransfer
 from kvcache.cache.slot_copy import PeerAbortedError, SlotCopy
 from kvcache.cache.tier_manager import TierManager
-from kvcache.index.block_run import ChainView, contiguous_ranges, place_of
+from kvcache.index.block_run import ChainView, contiguous_ranges, pack_shard_key
 from kvcache.log import RequestContext, logger, request_context
 from kvcache.tier.host.arena import Slot
 from kvcache.tier.tier import Outcome
@@ -140,7 +140,7 @@ class Store:
                         self.tenant,
                         before=self.before,
                         worth=worth,
-                        place=place_of(self.namespace, chain.group, chain.shard),
+                        shard_key=pack_shard_key(self.namespace, chain.group, chain.shard),
                     )
                     slots += taken
                     if len(taken) < wanted:

@@ -15,7 +15,7 @@ from kvcache.cache.flush import Barrier, Counts, Left, Stores, Watch, settled
 from kvcache.cache.promote import Promoter
 from kvcache.cache.refused import Scope
 from kvcache.cache.write_back import WriteBackQueue
-from kvcache.index.block_run import ChainView, place_of_address
+from kvcache.index.block_run import ChainView, shard_key_of
 from kvcache.index.index import Victim
 from kvcache.log import logger
 from kvcache.tier.host.arena import Slab, Slot
@@ -74,7 +74,7 @@ class TierManager:
         *,
         before: int,
         worth: int | None = None,
-        place: bytes = b"",
+        shard_key: bytes = b"",
     ) -> list[Slot]:
         """At most `count` host slots: free ones first, then those of victims.
 
@@ -87,7 +87,7 @@ class TierManager:
         victims did not achieve it, the cheapest slab is cleared.
 
         Args:
-            worth: how often the new records at `place` were used. If host memory is the last tier, they evict nothing
+            worth: how often the new records of the shard were used. If host memory is the last tier, they evict nothing
                 worth more. Otherwise they pass through host memory to lower tiers, whatever they are worth.
         """
         size, arena = record_bytes(payload_bytes), self._host.arena
@@ -100,7 +100,7 @@ class TierManager:
                     self._host.name,
                     count - len(slots),
                     tenant=tenant,
-                    place=place,
+                    shard_key=shard_key,
                     own=own,
                     before=before,
                     stored_below=stored_below,
@@ -128,13 +128,13 @@ class TierManager:
             queue.refused.left_host(names)
         removed = self._host.unpublish_named(names, [victim.signature for victim in victims])
         fates = Counter(
-            (victim.place, victim.kept or name in handed, held.slot.slab.slot_bytes)
+            (victim.shard_key, victim.kept or name in handed, held.slot.slab.slot_bytes)
             for held, victim, name in zip(removed, victims, names, strict=True)
             if held is not None
         )
         tier = self._host.name
-        for (place, kept, size), blocks in fates.items():
-            kept_label, namespace_id = "yes" if kept else "no", place[:SIGNATURE_BYTES]
+        for (shard_key, kept, size), blocks in fates.items():
+            kept_label, namespace_id = "yes" if kept else "no", shard_key[:SIGNATURE_BYTES]
             self._counters.add("evicted_blocks", blocks, tier=tier, kept=kept_label)
             self._events.add(
                 "evicted",
@@ -156,7 +156,7 @@ class TierManager:
             return False
         removed = [a for a in resident if self._index.discard(a, self._host.name, unless_held=True)]
         self._evict_from_host(
-            [Victim(place_of_address(a), a.signature, a.parent, self._index.contains(a)) for a in removed]
+            [Victim(shard_key_of(a), a.signature, a.parent, self._index.contains(a)) for a in removed]
         )
         return not slab.slots
 

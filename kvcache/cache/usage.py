@@ -40,7 +40,7 @@ class NamespaceUsage:
 
         Args:
             tiers: host first.
-            sizes: payload bytes by place, for all records that can be in host.
+            sizes: payload bytes by shard key, for all records that can be in host.
         """
         self._index, self._tiers, self._clock, self._sizes = index, tiers, clock, sizes
         self._counted: UsageByNamespace = {}
@@ -80,10 +80,10 @@ class NamespaceUsage:
         for tier in self._tiers:
             told = tier.usage_by_namespace()
             if told is None:
-                for place, records in self._index.places(tier.name).items():
-                    of_namespace = counted.setdefault(place[:SIGNATURE_BYTES], {})
+                for shard_key, records in self._index.records_by_shard(tier.name).items():
+                    of_namespace = counted.setdefault(shard_key[:SIGNATURE_BYTES], {})
                     previous = of_namespace.get(tier.name, TierUsage(0, 0))
-                    size = record_bytes(sizes[place]) if place in sizes and not tier.shared else 0
+                    size = record_bytes(sizes[shard_key]) if shard_key in sizes and not tier.shared else 0
                     of_namespace[tier.name] = TierUsage(previous.records + records, previous.bytes + records * size)
             else:
                 for namespace, (records, size) in told.items():

@@ -24,7 +24,7 @@ from kvcache.block.record import Address
 from kvcache.cache.cache import Cache
 from kvcache.errors import LayoutError
 from kvcache.evict.policy import AGE_EDGES, Policy
-from kvcache.index.block_run import PLACE_BYTES, BlockRun
+from kvcache.index.block_run import SHARD_KEY_BYTES, BlockRun
 from kvcache.index.index import Index
 from kvcache.log import logger
 from kvcache.settings.types import show_bytes
@@ -60,7 +60,7 @@ def export_state(cache: Cache, within_s: float, most: int | None = None) -> tupl
     Slabs with pinned records are first; among these and among the others, the most recently used. The cache keeps
     ownership of the descriptors. Call it on a cache in which no record moves and that gets no more requests.
     """
-    index, places, pins = cache.index, dict[bytes, int](), cache.pins
+    index, shard_keys, pins = cache.index, dict[bytes, int](), cache.pins
     pinned = pins.held()
     exported: list[tuple[tuple[bool, int], dict[str, Any], Region]] = []
     for slab, records in cache.host.detach_slabs(within_s).items():
@@ -68,7 +68,7 @@ def export_state(cache: Cache, within_s: float, most: int | None = None) -> tupl
             continue
         rows = np.zeros(len(records), RECORD_ROW)
         for i, held in enumerate(records):
-            rows[i] = _row(held, index, places)
+            rows[i] = _row(held, index, shard_keys)
         generations = array("Q", slab.region.generations[: slab.count])
         slab_info = {
             "slot_bytes": slab.slot_bytes,
@@ -85,7 +85,7 @@ def export_state(cache: Cache, within_s: float, most: int | None = None) -> tupl
         "capacity_bytes": cache.host.arena.capacity_bytes,
         "clock": index.clock,
         "policy": _policy_shape(index.policy),
-        "places": list(places),
+        "places": list(shard_keys),
         "extents": [slab_info for _, slab_info, _ in exported],
         "owners": {space: owner.pack() for space, owner in cache.erasure.owned().items()},
         "learnt": cache.policy_state.told(waiting=False),  # the waiting blocks are part of the table itself
@@ -98,10 +98,10 @@ def export_state(cache: Cache, within_s: float, most: int | None = None) -> tupl
     return xxh3_64_digest(packed) + packed, descriptors
 
 
-def _row(held: HostRecord, index: Index, places: dict[bytes, int]) -> tuple[Any, ...]:
+def _row(held: HostRecord, index: Index, shard_keys: dict[bytes, int]) -> tuple[Any, ...]:
     address, run = held.address, BlockRun.of(held.address)
     return (
-        places.setdefault(run.place, len(places)),
+        shard_keys.setdefault(run.shard_key, len(shard_keys)),
         held.slot.i,
         held.payload_bytes,
         held.slot.expires_ms,
@@ -184,7 +184,7 @@ class WarmRestart:
 
 
 def _adopt_slab(
-    cache: Cache, slab_info: dict[str, Any], places: Sequence[bytes], descriptor: int, *, alike: bool
+    cache: Cache, slab_info: dict[str, Any], shard_keys: Sequence[bytes], descriptor: int, *, alike: bool
 ) -> int:
     """Adopt one slab and take ownership of the descriptor; the number of records adopted."""
     try:
@@ -201,7 +201,9 @@ def _adopt_slab(
     if len(np.unique(rows["slot"])) < len(rows) or rows["slot"].max(initial=0) >= len(generations):
         raise ValueError("a slot is missing or listed twice")
     rows = rows[np.argsort(-rows["age"].astype(np.int64), kind="stable")]
-    addresses = [_row_address(row, places) for row in rows[["place", "signature", "parent", "parent_known"]].tolist()]
+    addresses = [
+        _row_address(row, shard_keys) for row in rows[["place", "signature", "parent", "parent_known"]].tolist()
+    ]
     numbers, sizes, ends = (rows[name].tolist() for name in ("slot", "bytes", "expires_ms"))
     slab = Slab(region, slot_bytes, str(slab_info["tenant"]), left=True)
     admitted = cache.host.adopt(slab, list(zip(numbers, addresses, sizes, ends, strict=True)))
@@ -215,14 +217,14 @@ def _adopt_slab(
     return len(adopted)
 
 
-def _row_address(row: tuple[Any, ...], places: Sequence[bytes]) -> Address:
+def _row_address(row: tuple[Any, ...], shard_keys: Sequence[bytes]) -> Address:
     number, signature, parent, known = row
-    place = places[number]
-    if len(place) != PLACE_BYTES:
-        raise ValueError(f"a place of {len(place)} bytes")
+    shard_key = shard_keys[number]
+    if len(shard_key) != SHARD_KEY_BYTES:
+        raise ValueError(f"a shard key of {len(shard_key)} bytes")
     try:
-        shard = Shard.unpack(place[SIGNATURE_BYTES + 2 :])
+        shard = Shard.unpack(shard_key[SIGNATURE_BYTES + 2 :])
     except LayoutError as error:
         raise ValueError(str(error)) from None
-    group = int.from_bytes(place[SIGNATURE_BYTES : SIGNATURE_BYTES + 2], "little")
-    return Address(place[:SIGNATURE_BYTES], signature, parent if known else b"", group, shard)
+    group = int.from_bytes(shard_key[SIGNATURE_BYTES : SIGNATURE_BYTES + 2], "little")
+    return Address(shard_key[:SIGNATURE_BYTES], signature, parent if known else b"", group, shard)

@@ -18,7 +18,7 @@ from kvcache.block.record import Address, record_bytes
 from kvcache.cache.context import CacheContext
 from kvcache.cache.refused import Refused, Scope
 from kvcache.evict.quotas import UNLIMITED
-from kvcache.index.block_run import BlockRun, ChainView, as_run, chained_runs, place_of_address
+from kvcache.index.block_run import BlockRun, ChainView, as_run, chained_runs, shard_key_of
 from kvcache.log import logger
 from kvcache.observe.events import EventKind
 from kvcache.settings.tiers import WriteMode
@@ -272,7 +272,7 @@ class WriteBackQueue:
     def _end(self, batch: Sequence[Address]) -> None:
         self.victim_buffer.release(batch)
         held = [address for address in batch if address.name in self._held]
-        for _, addresses in groupby(held, key=place_of_address):
+        for _, addresses in groupby(held, key=shard_key_of):
             self._index.release(as_run(list(addresses)))
         for address in batch:
             self._names.pop(address.name, None)

@@ -1,4 +1,4 @@
-"""Consecutive blocks of one chain at one place, as the index takes them, and the usable length of a prefix."""
+"""Consecutive blocks of one chain and shard, as the index takes them, and the usable length of a prefix."""
 
 from __future__ import annotations
 
@@ -14,32 +14,32 @@ PackedSignatures = bytes | bytearray | memoryview
 """Concatenated signatures, 32 bytes each."""
 
 
-PLACE_BYTES = 42
+SHARD_KEY_BYTES = 42
 
 
-def place_of(namespace: bytes, group: int, shard: Shard) -> bytes:
+def pack_shard_key(namespace: bytes, group: int, shard: Shard) -> bytes:
     """42 bytes: all of an address except the block."""
     return namespace + group.to_bytes(2, "little") + shard.pack()
 
 
 @dataclass(frozen=True, slots=True)
 class ShardRef:
-    """One shard of one group: its payload size, and its place name in the index."""
+    """One shard of one group: its payload size, and its key in the index."""
 
     group: int
     shard: Shard
     payload_bytes: int
-    name: bytes
+    key: bytes
 
 
 class BlockRun(NamedTuple):
-    place: bytes
+    shard_key: bytes
     signatures: PackedSignatures
 
     @classmethod
     def of(cls, address: Address) -> BlockRun:
         """The run of one block."""
-        return cls(place_of_address(address), address.signature)
+        return cls(shard_key_of(address), address.signature)
 
     @property
     def blocks(self) -> int:
@@ -47,16 +47,16 @@ class BlockRun(NamedTuple):
 
     def part(self, first: int, end: int) -> BlockRun:
         """Blocks `first` to `end` (excluded)."""
-        return BlockRun(self.place, memoryview(self.signatures)[first * SIGNATURE_BYTES : end * SIGNATURE_BYTES])
+        return BlockRun(self.shard_key, memoryview(self.signatures)[first * SIGNATURE_BYTES : end * SIGNATURE_BYTES])
 
 
-def place_of_address(address: Address) -> bytes:
-    return place_of(address.namespace, address.group, address.shard)
+def shard_key_of(address: Address) -> bytes:
+    return pack_shard_key(address.namespace, address.group, address.shard)
 
 
 def as_run(addresses: Sequence[Address]) -> BlockRun:
-    """One run of records at one place, for calls that treat each block alone."""
-    return BlockRun(place_of_address(addresses[0]), b"".join(address.signature for address in addresses))
+    """One run of records of one shard, for calls that treat each block alone."""
+    return BlockRun(shard_key_of(addresses[0]), b"".join(address.signature for address in addresses))
 
 
 def chained_runs(addresses: Sequence[Address]) -> Iterator[tuple[BlockRun, bytes]]:
@@ -67,7 +67,7 @@ def chained_runs(addresses: Sequence[Address]) -> Iterator[tuple[BlockRun, bytes
         if (
             i == len(addresses)
             or addresses[i].parent != before.signature
-            or (place_of_address(addresses[i]) != place_of_address(before))
+            or (shard_key_of(addresses[i]) != shard_key_of(before))
         ):
             yield as_run(addresses[first:i]), addresses[first].parent
             first = i
@@ -75,7 +75,7 @@ def chained_runs(addresses: Sequence[Address]) -> Iterator[tuple[BlockRun, bytes
 
 @dataclass(frozen=True, slots=True)
 class ChainView:
-    """An immutable view of one chain at one place.
+    """An immutable view of one chain in one shard.
 
     Addresses are built on request, so that a long prompt costs only for the blocks that move.
     """
@@ -114,7 +114,7 @@ class ChainView:
 
     def run(self, first: int, end: int) -> BlockRun:
         """Blocks `first` to `end` (excluded), for the index."""
-        return BlockRun(place_of(self.namespace, self.group, self.shard), self.packed).part(first, end)
+        return BlockRun(pack_shard_key(self.namespace, self.group, self.shard), self.packed).part(first, end)
 
 
 def contiguous_ranges(blocks: Sequence[int]) -> Iterator[tuple[int, int]]:

@@ -22,7 +22,7 @@ from typing import Any
 
 from kvcache.block.record import Address
 from kvcache.evict.quotas import UNLIMITED, Quotas
-from kvcache.index.block_run import PLACE_BYTES, place_of_address
+from kvcache.index.block_run import SHARD_KEY_BYTES, shard_key_of
 from kvcache.index.index import Index, Victim
 from kvcache.log import logger
 
@@ -85,7 +85,7 @@ class CostClasses:
         self._number = {tier: t for t, tier in enumerate(tiers)}
         self._classes: list[CostClass | None] = [None]
         self._of: dict[CostClass, int] = {}
-        self._places: dict[bytes, int] = {}
+        self._class_of_shard: dict[bytes, int] = {}
         self._costs: dict[str, dict[ModelShape, TokenCost]] = {}  # by tenant
         self._weights: list[list[float]] = [[1.0] for _ in tiers]
         self._stale = self._full = False
@@ -93,8 +93,8 @@ class CostClasses:
 
     # classes
 
-    def bind(self, cost_class: CostClass, place: bytes) -> None:
-        """Assign this place, with current and future records, to the class."""
+    def bind(self, cost_class: CostClass, shard_key: bytes) -> None:
+        """Assign this shard, with current and future records, to the class."""
         with self._lock:
             number = self._of.get(cost_class)
             if number is None:
@@ -106,14 +106,14 @@ class CostClasses:
                     number = self._of[cost_class] = len(self._classes)
                     self._classes.append(cost_class)
                     self._stale = True
-            if self._places.get(place) != number:
-                self._places[place] = number
-                self._index.assign([place], number)
+            if self._class_of_shard.get(shard_key) != number:
+                self._class_of_shard[shard_key] = number
+                self._index.assign([shard_key], number)
 
-    def unbind(self, places: Collection[bytes]) -> None:
-        """Remove these places. They have no records, and get none before the next `bind`."""
+    def unbind(self, shard_keys: Collection[bytes]) -> None:
+        """Remove these shards. They have no records, and get none before the next `bind`."""
         with self._lock:
-            unbound = [place for place in places if self._places.pop(place, None) is not None]
+            unbound = [shard_key for shard_key in shard_keys if self._class_of_shard.pop(shard_key, None) is not None]
             self._index.assign(unbound, 0)
 
     def _alike(self, cost_class: CostClass) -> int | None:
@@ -131,16 +131,16 @@ class CostClasses:
         return None
 
     def told(self, max_bytes: int) -> list[list[Any]]:
-        """Classes to save: place, tenant, model and bytes of each, as many rows as fit into `max_bytes`."""
+        """Classes to save: shard key, tenant, model and bytes of each, as many rows as fit into `max_bytes`."""
         told: list[list[Any]] = []
         with self._lock:
-            for place, number in reversed(self._places.items()):
+            for shard_key, number in reversed(self._class_of_shard.items()):
                 cost_class = self._classes[number]
                 if cost_class is None:
                     continue
                 model = cost_class.model
                 row = [
-                    place.hex(),
+                    shard_key.hex(),
                     [cost_class.tenant, model.name, model.block_tokens],
                     model.block_bytes,
                     cost_class.record_bytes,
@@ -154,20 +154,20 @@ class CostClasses:
     def recall(self, told: Sequence[Sequence[Any]]) -> None:
         """Restore saved classes that have the same number of tiers. Raises before any change."""
         accepted = []
-        for place_hex, (tenant, name, block_tokens), block_bytes, record_bytes in told:
-            sizes, place = (block_tokens, *block_bytes, *record_bytes), bytes.fromhex(place_hex)
+        for shard_key_hex, (tenant, name, block_tokens), block_bytes, record_bytes in told:
+            sizes, shard_key = (block_tokens, *block_bytes, *record_bytes), bytes.fromhex(shard_key_hex)
             if (
                 not all(type(size) is int and 0 < size <= MAX_RESTORED_SIZE for size in sizes)
-                or len(place) != PLACE_BYTES
+                or len(shard_key) != SHARD_KEY_BYTES
             ):
-                raise ValueError(f"{sizes} of a place of {len(place)} bytes")
+                raise ValueError(f"{sizes} of a shard key of {len(shard_key)} bytes")
             if not all(type(text) is str for text in (tenant, *name)):
                 raise ValueError("a name that is no text")
             if len(block_bytes) == len(record_bytes) == len(self._number):
                 model = ModelShape(tuple(name), block_tokens, tuple(block_bytes))
-                accepted.append((CostClass(tenant, model, tuple(record_bytes)), place))
-        for cost_class, place in accepted:
-            self.bind(cost_class, place)
+                accepted.append((CostClass(tenant, model, tuple(record_bytes)), shard_key))
+        for cost_class, shard_key in accepted:
+            self.bind(cost_class, shard_key)
 
     def computed(self, tenant: str, model: ModelShape, tokens: int, seconds: float) -> None:
         """Report that an engine of this tenant computed this many tokens in one step."""
@@ -228,7 +228,7 @@ class CostClasses:
         count: int,
         *,
         tenant: str,
-        place: bytes = b"",
+        shard_key: bytes = b"",
         own: bool = False,
         before: int | None = None,
         stored_below: bool = False,
@@ -239,12 +239,12 @@ class CostClasses:
         Returns fewer victims as a tenant nears its guaranteed share: call again.
 
         Args:
-            place: the place of the new records that `worth` describes.
+            shard_key: that of the new records that `worth` describes.
             own: evict only the tenant's own records.
         """
         with self._lock:
             weights = self.weights(tier)
-            weight = weights[self._places.get(place, 0)]
+            weight = weights[self._class_of_shard.get(shard_key, 0)]
         if not own and not self.quotas.all(tier):
             return self._index.evict(
                 tier, count, before=before, stored_below=stored_below, worth=worth, weight=weight, weights=weights
@@ -303,7 +303,7 @@ class CostClasses:
         used, t = self.used_bytes(tier), self._number[tier]
         accepted = []
         for address in addresses:
-            cost_class = self._classes[self._places.get(place_of_address(address), 0)]
+            cost_class = self._classes[self._class_of_shard.get(shard_key_of(address), 0)]
             if cost_class is not None:
                 size, has = cost_class.record_bytes[t], used.get(cost_class.tenant, 0)
                 if self.quotas.evictable(cost_class.tenant, tier, has, to=tenant) < size:

@@ -2,12 +2,13 @@
 
 `Index` wraps the compiled index (`csrc/host`, `kvcache._native.Index`) or, where nothing was compiled, its reference
 twin (`reference/index.py`). The twin defines each call and the tests compare both. This module adds tier names,
-addresses, the policy's value table and events; the cores work with tier numbers, places and packed signatures.
+addresses, the policy's value table and events; the cores work with tier numbers, shard keys and packed signatures.
 
-Structure. A node is one block at one place. A place is 42 bytes: namespace, group and shard. A node has the mask of the
-tiers that hold it, its parent, its last use, its use count and its holds. Each tier keeps its evictable nodes, those
-without children in that tier and without holds, in ordered lists. Each list is for one cost class, one class of use,
-and whether a lower tier also has the record. The order is least recently used first, then deeper first, then by name.
+Structure. A node is one block of one shard. A shard key is 42 bytes: namespace, group and shard. A node has
+its parent, its last use, its use count, its holds and the mask of the tiers that hold it. Each tier keeps its evictable
+nodes, those without children in that tier and without holds, in ordered lists. Each list is for one cost class, one
+class of use, and whether a lower tier also has the record. The order is least recently used first, then deeper first,
+then by name.
 
 Alternatives. Engines often keep prefixes in a radix tree over tokens. This index looks up signatures instead. A
 signature is a SHA-256 chain over the whole prefix, so one hash lookup per block finds a prefix, and the index holds no
@@ -53,7 +54,7 @@ from kvcache.block.layout import Shard
 from kvcache.block.record import KEY_BYTES, Address
 from kvcache.evict.policy import AGE_BINS, AGE_EDGES, Evidence, Policy, table_interval_requests
 from kvcache.evict.quotas import UNLIMITED
-from kvcache.index.block_run import PLACE_BYTES, BlockRun, PackedSignatures, as_run, place_of_address
+from kvcache.index.block_run import SHARD_KEY_BYTES, BlockRun, PackedSignatures, as_run, shard_key_of
 from kvcache.index.kv_events import KVEvent, KVEvents
 from kvcache.index.reference.eviction_order import MAX_USES, UseClasses
 from kvcache.index.reference.index import ReferenceIndex
@@ -78,8 +79,8 @@ class Lookup:
     `chain.extend(token_ids, digest=lookup)` hashes and looks up in one call.
     """
 
-    def __init__(self, index: Index, core: Any, places: Sequence[bytes], needs: Sequence[int]) -> None:
-        self._tiers, self._core, self._places, self._needs = index.tiers, core, places, needs
+    def __init__(self, index: Index, core: Any, shard_keys: Sequence[bytes], needs: Sequence[int]) -> None:
+        self._tiers, self._core, self._shard_keys, self._needs = index.tiers, core, shard_keys, needs
         self.blocks = 0
         self.ids: NDArray[Any] | None = None  # the hashed tokens; usually the caller's memory
         self._by_tier: tuple[int, ...] = ()
@@ -88,13 +89,13 @@ class Lookup:
         signatures: bytes
         self.ids = ids
         signatures, self.blocks, self._by_tier = self._core.hash_and_match(
-            parent, ids, block_tokens, extras, self._places, self._needs
+            parent, ids, block_tokens, extras, self._shard_keys, self._needs
         )
         return signatures
 
     def match(self, signatures: PackedSignatures) -> None:
         """Look up signatures that are already hashed."""
-        self.blocks, self._by_tier = self._core.match(self._places, self._needs, signatures)
+        self.blocks, self._by_tier = self._core.match(self._shard_keys, self._needs, signatures)
 
     @property
     def by_tier(self) -> dict[str, int]:
@@ -105,7 +106,7 @@ class Lookup:
 class Victim(NamedTuple):
     """A record that the index has evicted. The address is built on request, because many are evicted at a time."""
 
-    place: bytes
+    shard_key: bytes
     signature: bytes
     parent: bytes
     kept: bool  # another tier still has it
@@ -113,16 +114,16 @@ class Victim(NamedTuple):
     @property
     def name(self) -> bytes:
         """The record's name in the tiers."""
-        return self.signature[:KEY_BYTES] + self.place[SIGNATURE_BYTES:]
+        return self.signature[:KEY_BYTES] + self.shard_key[SIGNATURE_BYTES:]
 
     @property
     def namespace(self) -> bytes:
-        return self.place[:SIGNATURE_BYTES]
+        return self.shard_key[:SIGNATURE_BYTES]
 
     @property
     def address(self) -> Address:
-        group = int.from_bytes(self.place[SIGNATURE_BYTES : SIGNATURE_BYTES + 2], "little")
-        shard = _shard(self.place[SIGNATURE_BYTES + 2 :])
+        group = int.from_bytes(self.shard_key[SIGNATURE_BYTES : SIGNATURE_BYTES + 2], "little")
+        shard = _shard(self.shard_key[SIGNATURE_BYTES + 2 :])
         return Address(self.namespace, self.signature, self.parent, group, shard)
 
 
@@ -136,15 +137,15 @@ def _shard(packed: bytes) -> Shard:
 
 
 def _kv_event(
-    kind: Literal["stored", "removed"], tier: str, place: bytes, packed: bytes, parent: bytes = b""
+    kind: Literal["stored", "removed"], tier: str, shard_key: bytes, packed: bytes, parent: bytes = b""
 ) -> KVEvent:
     at = SIGNATURE_BYTES
-    shard = _shard(place[at + 2 :])
+    shard = _shard(shard_key[at + 2 :])
     return KVEvent(
         kind=kind,
         tier=tier,
-        namespace=place[:at],
-        group=int.from_bytes(place[at : at + 2], "little"),
+        namespace=shard_key[:at],
+        group=int.from_bytes(shard_key[at : at + 2], "little"),
         shard=(shard.first_layer, shard.end_layer, shard.first_head, shard.end_head),
         parent=parent,
         signatures=packed,
@@ -201,9 +202,9 @@ class Index:
 
     # lookups
 
-    def lookup(self, places: Sequence[bytes], needs: Sequence[int]) -> Lookup:
-        """Begin a lookup. `places`: one per group; `needs`: by group, how many of the last blocks its rule needs."""
-        return Lookup(self, self._core, places, needs)
+    def lookup(self, shard_keys: Sequence[bytes], needs: Sequence[int]) -> Lookup:
+        """Begin a lookup. `shard_keys`: one per group; `needs`: how many last blocks each group needs."""
+        return Lookup(self, self._core, shard_keys, needs)
 
     def tier_masks(self, run: BlockRun) -> bytes:
         """One mask per block: bit i is tier i, and the lowest bit is the fastest tier."""
@@ -216,10 +217,10 @@ class Index:
     def masks(self, addresses: Sequence[Address]) -> list[int]:
         """As `where`, for arbitrary records."""
         masks = [0] * len(addresses)
-        places: dict[bytes, list[int]] = {}
+        shard_keys: dict[bytes, list[int]] = {}
         for i, address in enumerate(addresses):
-            places.setdefault(place_of_address(address), []).append(i)
-        for numbers in places.values():
+            shard_keys.setdefault(shard_key_of(address), []).append(i)
+        for numbers in shard_keys.values():
             for i, mask in zip(numbers, self.tier_masks(as_run([addresses[i] for i in numbers])), strict=True):
                 masks[i] = mask
         return masks
@@ -242,12 +243,12 @@ class Index:
 
     # changes
 
-    def assign(self, places: Sequence[bytes], cost_class: int) -> None:
-        """Assign current and future records at these places to a cost class; the default is class 0.
+    def assign(self, shard_keys: Sequence[bytes], cost_class: int) -> None:
+        """Assign current and future records of these shards to a cost class; the default is class 0.
 
-        Walks over all blocks if some of these places already have blocks.
+        Walks over all blocks if some of these shards already have blocks.
         """
-        self._core.assign(list(places), cost_class)
+        self._core.assign(list(shard_keys), cost_class)
 
     def insert(self, address: Address, tier: str) -> None:
         """Record that the tier now has this record."""
@@ -258,7 +259,7 @@ class Index:
         with self.kv_events.order:
             self._core.insert(*run, parent, self._number[tier])
             if self.kv_events.on:
-                self.kv_events.add(_kv_event("stored", tier, run.place, bytes(run.signatures), parent))
+                self.kv_events.add(_kv_event("stored", tier, run.shard_key, bytes(run.signatures), parent))
 
     def discard(self, address: Address, tier: str, *, unless_held: bool = False) -> bool:
         """Record that the tier has lost it. True if the tier had it."""
@@ -266,7 +267,7 @@ class Index:
         with self.kv_events.order:
             had = bool(self._core.discard(*run, self._number[tier], unless_held))
             if had and self.kv_events.on:
-                self.kv_events.add(_kv_event("removed", tier, run.place, address.signature))
+                self.kv_events.add(_kv_event("removed", tier, run.shard_key, address.signature))
         if had and unless_held and not self.mask(address):
             self.on_evicted(tier, [address.signature])
         return had
@@ -341,7 +342,7 @@ class Index:
 
     def worth(self, tier: str, addresses: Sequence[Address], weights: Sequence[float] = ()) -> float:
         """The total worth of these records to a tier, as `evict` values them; infinity if one cannot be evicted."""
-        rows = b"".join([place_of_address(address) + address.signature for address in addresses])
+        rows = b"".join([shard_key_of(address) + address.signature for address in addresses])
         return float(self._core.worth(self._number[tier], self.values(), rows, weights))
 
     # audits
@@ -349,20 +350,23 @@ class Index:
     def names(self, tier: str) -> set[bytes]:
         """Names of all records in a tier, as the tiers name them."""
         rows = self._core.names(self._number[tier])
-        size = PLACE_BYTES + SIGNATURE_BYTES
+        size = SHARD_KEY_BYTES + SIGNATURE_BYTES
         return {
-            rows[at + PLACE_BYTES : at + PLACE_BYTES + KEY_BYTES] + rows[at + SIGNATURE_BYTES : at + PLACE_BYTES]
+            rows[at + SHARD_KEY_BYTES : at + SHARD_KEY_BYTES + KEY_BYTES]
+            + rows[at + SIGNATURE_BYTES : at + SHARD_KEY_BYTES]
             for at in range(0, len(rows), size)
         }
 
-    def places(self, tier: str) -> dict[bytes, int]:
-        """The number of records in a tier, by place."""
-        rows = np.frombuffer(self._core.names(self._number[tier]), np.uint8).reshape(-1, PLACE_BYTES + SIGNATURE_BYTES)
-        words = np.ascontiguousarray(rows[:, PLACE_BYTES - 16 : PLACE_BYTES]).view(np.uint64)
+    def records_by_shard(self, tier: str) -> dict[bytes, int]:
+        """The number of records in a tier, by shard key."""
+        rows = np.frombuffer(self._core.names(self._number[tier]), np.uint8).reshape(
+            -1, SHARD_KEY_BYTES + SIGNATURE_BYTES
+        )
+        words = np.ascontiguousarray(rows[:, SHARD_KEY_BYTES - 16 : SHARD_KEY_BYTES]).view(np.uint64)
         own = np.ascontiguousarray(rows[:, :8]).view(np.uint64)[:, 0]
         mixed = own ^ words[:, 0] * np.uint64(0x9E3779B97F4A7C15) ^ words[:, 1] * np.uint64(0xC2B2AE3D27D4EB4F)
         _, first, counts = np.unique(mixed, return_index=True, return_counts=True)
-        return {rows[i, :PLACE_BYTES].tobytes(): n for i, n in zip(first.tolist(), counts.tolist(), strict=True)}
+        return {rows[i, :SHARD_KEY_BYTES].tobytes(): n for i, n in zip(first.tolist(), counts.tolist(), strict=True)}
 
     def held(self) -> int:
         """The total number of holds."""
@@ -406,11 +410,11 @@ class Index:
     # internal
 
     def _emit_removed(self, tier: str, victims: Sequence[tuple[bytes, bytes, bytes, bool]]) -> None:
-        places: dict[bytes, list[bytes]] = {}
-        for place, signature, _, _ in victims:
-            places.setdefault(place, []).append(signature)
-        for place, signatures in places.items():
-            self.kv_events.add(_kv_event("removed", tier, place, b"".join(signatures)))
+        shard_keys: dict[bytes, list[bytes]] = {}
+        for shard_key, signature, _, _ in victims:
+            shard_keys.setdefault(shard_key, []).append(signature)
+        for shard_key, signatures in shard_keys.items():
+            self.kv_events.add(_kv_event("removed", tier, shard_key, b"".join(signatures)))
 
     def values(self) -> NDArray[np.float64]:
         """The policy's current table."""

@@ -30,7 +30,7 @@ from kvcache import native
 from kvcache.block.chain import SIGNATURE_BYTES
 from kvcache.block.layout import Shard
 from kvcache.evict.policy import AGE_EDGES, Policy
-from kvcache.index.block_run import PackedSignatures, place_of
+from kvcache.index.block_run import PackedSignatures, pack_shard_key
 from kvcache.index.cost_classes import ModelShape
 from kvcache.index.reference.index import ReferenceIndex
 
@@ -49,7 +49,7 @@ MAX_SAMPLE_ERROR = 0.25
 OTHER_LABEL = "others"
 BREAKDOWNS = ("tenant", "agent", "namespace")
 
-_SAMPLE_PLACE = place_of(bytes(SIGNATURE_BYTES), 0, Shard(0, 1, 0, 1))
+_SAMPLE_SHARD_KEY = pack_shard_key(bytes(SIGNATURE_BYTES), 0, Shard(0, 1, 0, 1))
 _SAMPLE_WORD = 2  # a signature's third word; the first two are the key, which decides other things
 
 
@@ -112,7 +112,7 @@ class TierSimulation:
         for i, (index, room) in enumerate(zip(self._indexes, self._capacity_blocks, strict=True)):
             hits = np.zeros(len(rows), np.int32)
             part = starts, blocks, signatures, 0, len(rows), room, values, hits, self._refuses
-            index.replay(_SAMPLE_PLACE, *part)
+            index.replay(_SAMPLE_SHARD_KEY, *part)
             found[i] = np.minimum(hits, asked) * tokens
         for row, sampled, of_sizes in zip(rows, asked * tokens, found.T, strict=True):
             self.whole.add(row.asked_tokens, sampled, of_sizes)

@@ -41,7 +41,7 @@ class RecentRequest:
 
     request: str
     namespace: bytes
-    places: Sequence[bytes]  # the index's names of its groups
+    shard_keys: Sequence[bytes]  # the keys of its groups' shards
     block_tokens: int
     packed: bytes
     clock: int  # in requests

@@ -22,7 +22,7 @@ from kvcache.block.layout import Shard
 from kvcache.errors import ConfigError
 from kvcache.evict.hazard import Hazard
 from kvcache.evict.policy import AGE_EDGES, LRU, Evidence, Policy, table_interval_requests
-from kvcache.index.block_run import place_of
+from kvcache.index.block_run import pack_shard_key
 from kvcache.index.index import evidence_of, value_table
 from kvcache.index.reference.index import ReferenceIndex
 from kvcache.settings.types import parse_bytes
@@ -32,7 +32,7 @@ INDEX_POLICIES: dict[str, type[Policy]] = {"hazard": Hazard, "lru": LRU}
 OPTIMAL = "opt"
 POLICIES = (*INDEX_POLICIES, OPTIMAL)
 
-SHARD_REF = place_of(bytes(SIGNATURE_BYTES), 0, Shard(0, 1, 0, 1))
+SHARD_KEY = pack_shard_key(bytes(SIGNATURE_BYTES), 0, Shard(0, 1, 0, 1))
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ def _replay_index(trace: Trace, policy: Policy, capacity: int, use_reference: bo
         end = min(len(trace), done + table_interval_requests(done))
         table = value_table(policy, evidence_of(index))
         part = trace.starts, trace.blocks, names, done, end, capacity, table, hits[done:end]
-        index.replay(SHARD_REF, *part)
+        index.replay(SHARD_KEY, *part)
         done = end
     return hits, index
 

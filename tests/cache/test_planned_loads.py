@@ -15,7 +15,7 @@ from kvcache.cache.cache import Cache
 from kvcache.cache.load_plan import TierSpan, spans
 from kvcache.cache.operation import BlockTransfer
 from kvcache.evict.policy import LRU
-from kvcache.index.block_run import BlockRun, needs, place_of
+from kvcache.index.block_run import BlockRun, needs, pack_shard_key
 from kvcache.index.index import Index
 from kvcache.os_env import OsEnv, SystemClock
 from kvcache.tier.tier import Outcome
@@ -200,18 +200,18 @@ def test_invalid_compute_times_are_ignored(tmp_path: Path) -> None:
 
 
 def test_spans_are_the_runs_of_the_nearest_tier() -> None:
-    place, index = place_of(b"n" * 32, 0, LAYOUT.whole[0]), Index(["host", "nvme"], LRU())
+    shard_key, index = pack_shard_key(b"n" * 32, 0, LAYOUT.whole[0]), Index(["host", "nvme"], LRU())
     packed = b"".join(bytes([i]) * 32 for i in range(1, 9))
-    run = BlockRun(place, packed)
+    run = BlockRun(shard_key, packed)
     index.insert_run(run, b"n" * 32, "nvme")
     for first, end in ((0, 3), (5, 6)):
         index.insert_run(run.part(first, end), packed[(first - 1) * 32 : first * 32] if first else b"n" * 32, "host")
-    lookup = index.lookup([place], needs(LAYOUT))
+    lookup = index.lookup([shard_key], needs(LAYOUT))
     lookup.match(packed)
-    assert spans(index, [(place, 10)], needs(LAYOUT), packed, lookup.by_tier) == [
+    assert spans(index, [(shard_key, 10)], needs(LAYOUT), packed, lookup.by_tier) == [
         TierSpan("host", 3, 30), TierSpan("nvme", 2, 20), TierSpan("host", 1, 10), TierSpan("nvme", 2, 20),
     ]  # fmt: skip
-    assert spans(index, [(place, 10)], needs(LAYOUT), packed, {}) == []
+    assert spans(index, [(shard_key, 10)], needs(LAYOUT), packed, {}) == []
 
 
 def test_a_windowed_prefix_is_loaded_wholly_or_not_at_all() -> None:
@@ -219,8 +219,8 @@ def test_a_windowed_prefix_is_loaded_wholly_or_not_at_all() -> None:
     window = Group(kind="mha", layers=1, kv_heads=1, head_dim=4, dtype="fp32", rule="window", window_tokens=8)
     layout = KVLayout(groups=(whole, window), block_tokens=4)
     index = Index(["host", "nvme"], LRU())
-    places = [(place_of(b"n" * 32, g, layout.whole[g]), 100) for g in range(2)]
-    found = spans(index, places, needs(layout), b"", {"host": 5, "nvme": 3})
+    shard_keys = [(pack_shard_key(b"n" * 32, g, layout.whole[g]), 100) for g in range(2)]
+    found = spans(index, shard_keys, needs(layout), b"", {"host": 5, "nvme": 3})
     assert found == [TierSpan("nvme", 8, 800 + 100 * min(8, needs(layout)[1]))]
     assert np.all([span.bytes > 0 for span in found])
 

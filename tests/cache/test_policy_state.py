@@ -31,7 +31,7 @@ from kvcache.cache.policy_state import (
 from kvcache.cache.usage import UsageLog
 from kvcache.evict.policy import Evidence
 from kvcache.evict.quotas import Quotas
-from kvcache.index.block_run import PLACE_BYTES
+from kvcache.index.block_run import SHARD_KEY_BYTES
 from kvcache.index.cost_classes import CostClasses
 from kvcache.index.index import Index
 from kvcache.observe.metrics import Counters
@@ -162,11 +162,11 @@ PACKED = [
     "x",
 ]
 ROWS: list[Any] = [
-    [["00" * PLACE_BYTES, ["t", ["m"], 16], [0, 0], [0, 0]]],
-    [["00" * PLACE_BYTES, ["t", ["m"], 16], [-8, 8], [8, 8]]],
+    [["00" * SHARD_KEY_BYTES, ["t", ["m"], 16], [0, 0], [0, 0]]],
+    [["00" * SHARD_KEY_BYTES, ["t", ["m"], 16], [-8, 8], [8, 8]]],
     [["00", ["t", ["m"], 16], [8, 8], [8, 8]]],
-    [["00" * PLACE_BYTES, [["t"], ["m"], 16], [8, 8], [8, 8]]],
-    [["00" * PLACE_BYTES, ["t", ["m"], "16"], [8, 8], [1e9, 8]]],
+    [["00" * SHARD_KEY_BYTES, [["t"], ["m"], 16], [8, 8], [8, 8]]],
+    [["00" * SHARD_KEY_BYTES, ["t", ["m"], "16"], [8, 8], [1e9, 8]]],
 ]
 
 

@@ -17,7 +17,7 @@ from kvcache.cache.cache import Cache
 from kvcache.cache.factory import POLICIES
 from kvcache.errors import ConfigError
 from kvcache.evict.quotas import UNLIMITED, Quota, Quotas
-from kvcache.index.block_run import BlockRun, place_of
+from kvcache.index.block_run import BlockRun, pack_shard_key
 from kvcache.index.cost_classes import MAX_CLASSES, CostClass, CostClasses, ModelShape
 from kvcache.index.index import Index
 from kvcache.settings.sources import load
@@ -163,7 +163,7 @@ def weighed(
     index = Index(["host"], POLICIES[policy]())
     cost_classes = CostClasses(index, ["host"], Quotas())
     for (model, space), tenant in zip(SPACES.items(), tenants, strict=True):
-        cost_classes.bind(CostClass(tenant, model, model.block_bytes), place_of(space, 0, SMALL.whole[0]))
+        cost_classes.bind(CostClass(tenant, model, model.block_bytes), pack_shard_key(space, 0, SMALL.whole[0]))
     for tenant, model in zip(tenants, SPACES, strict=True):
         if model in paces:
             cost_classes.computed(tenant, model, 1000, 1000 * paces[model])
@@ -173,7 +173,7 @@ def weighed(
 def come(index: Index, model: ModelShape, number: int) -> None:
     space = SPACES[model]
     signature = Random(f"{model.name} {number}").randbytes(32)
-    index.insert_run(BlockRun(place_of(space, 0, SMALL.whole[0]), signature), space, "host")
+    index.insert_run(BlockRun(pack_shard_key(space, 0, SMALL.whole[0]), signature), space, "host")
 
 
 @policies
@@ -203,7 +203,7 @@ def test_a_block_twice_as_large_is_worth_half_a_byte() -> None:
     cost_classes = CostClasses(index, ["host"], Quotas())
     small, large = ModelShape(("a",), 16, (1000,)), ModelShape(("b",), 16, (4000,))
     for i, model in enumerate((small, large)):
-        cost_classes.bind(CostClass("t", model, model.block_bytes), place_of(bytes([i]) * 32, 0, SMALL.whole[0]))
+        cost_classes.bind(CostClass("t", model, model.block_bytes), pack_shard_key(bytes([i]) * 32, 0, SMALL.whole[0]))
         cost_classes.computed("t", model, 1000, 1.0)
     _, one, other = cost_classes.weights("host")
     assert one / other == 4
@@ -231,7 +231,7 @@ def test_compute_claims_do_not_change_other_weights(
         weights = cost_classes.weights("host")
         assert weights[:3] == before[:3], "what a tenant claims moved another's"
         assert all(2**-8 <= weight <= 2**8 for weight in weights)
-    cost_classes.bind(CostClass("b", LIGHT, LIGHT.block_bytes), place_of(b"b" * 32, 0, SMALL.whole[0]))
+    cost_classes.bind(CostClass("b", LIGHT, LIGHT.block_bytes), pack_shard_key(b"b" * 32, 0, SMALL.whole[0]))
     assert len(cost_classes.weights("host")) == 5
     for model in SPACES:
         come(index, model, 0)
@@ -283,14 +283,16 @@ def test_many_models_do_not_bypass_a_share(caplog: pytest.LogCaptureFixture) -> 
     cost_classes = CostClasses(index, ["host"], Quotas())
     for i in range(MAX_CLASSES + 10):
         space = i.to_bytes(32, "little")
-        cost_classes.bind(CostClass("t", ModelShape((str(i),), 16, (100,)), (100,)), place_of(space, 0, SMALL.whole[0]))
+        cost_classes.bind(
+            CostClass("t", ModelShape((str(i),), 16, (100,)), (100,)), pack_shard_key(space, 0, SMALL.whole[0])
+        )
     for i in (0, MAX_CLASSES - 1, MAX_CLASSES + 9):
         space = i.to_bytes(32, "little")
-        index.insert_run(BlockRun(place_of(space, 0, SMALL.whole[0]), bytes([i % 251]) * 32), space, "host")
+        index.insert_run(BlockRun(pack_shard_key(space, 0, SMALL.whole[0]), bytes([i % 251]) * 32), space, "host")
     assert cost_classes.used_bytes("host") == {"t": 300}
     assert sum("kinds of blocks" in record.getMessage() for record in caplog.records) == 1
     cost_classes.bind(
-        CostClass("late", LIGHT, (100,)), place_of(b"l" * 32, 0, SMALL.whole[0])
+        CostClass("late", LIGHT, (100,)), pack_shard_key(b"l" * 32, 0, SMALL.whole[0])
     )  # nothing to count it by
     assert len(cost_classes.evict("host", 3, tenant="late")) == 3
 

@@ -199,8 +199,8 @@ def test_a_records_owner_is_known_while_it_exists(in_process: InProcessDaemon) -
     assert cache.host.usage().records == 0
     cache.unbind(cache.bounds)
     wait_background(cache)
-    assert cache._namespace_gc.places == set()
-    assert cache.cost_classes._places == {}
+    assert cache._namespace_gc.shard_keys == set()
+    assert cache.cost_classes._class_of_shard == {}
     assert cache.erasure._owners == {}
     assert cache._context.record_codec._layouts == {}
     assert cache.check() == []
@@ -256,10 +256,10 @@ def test_a_namespace_bound_during_gc_keeps_its_tenant(
 ) -> None:
     cache, index = in_process.cache, in_process.cache.index
     bound = bound_to(cache, tenant="late")
-    wait_background(cache)  # the counting thread looks at the same places
-    seen = index.places
+    wait_background(cache)  # the counting thread looks at the same shards
+    seen = index.records_by_shard
 
-    def places(tier: str) -> dict[bytes, int]:
+    def records_by_shard(tier: str) -> dict[bytes, int]:
         """What is there, and then somebody comes."""
         found = seen(tier)
         if not found:
@@ -269,7 +269,7 @@ def test_a_namespace_bound_during_gc_keeps_its_tenant(
             cache.unbind([again])
         return found
 
-    monkeypatch.setattr(index, "places", places)
+    monkeypatch.setattr(index, "records_by_shard", records_by_shard)
     cache.unbind([bound])
     wait_background(cache)
     wait_background(cache)

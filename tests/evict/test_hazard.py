@@ -26,14 +26,14 @@ from kvcache.evict.hazard import (
     load_prior,
 )
 from kvcache.evict.policy import AGE_BINS, AGE_EDGES, age_bin
-from kvcache.index.block_run import place_of
+from kvcache.index.block_run import pack_shard_key
 from kvcache.index.index import evidence_of, value_table
 from kvcache.index.reference.eviction_order import MAX_USES
 from kvcache.index.reference.index import ReferenceIndex
 
 SPACE = bytes(SIGNATURE_BYTES)
 Values = dict[tuple[int, int], float]  # by class and bin of age
-PLACE = place_of(SPACE, 0, Shard(0, 1, 0, 1))
+SHARD_KEY = pack_shard_key(SPACE, 0, Shard(0, 1, 0, 1))
 BOUNDS, GAPS = Hazard.bounds, Hazard.gaps
 TOLD = load_prior(Hazard())
 ENDS = (*AGE_EDGES[1:], 2 * AGE_EDGES[-1])
@@ -195,10 +195,10 @@ class Served:
         blocks = chain(path)
         packed = b"".join(blocks)
         now = self.index.tick()
-        found, _ = self.index.match([PLACE], [1 << 60], packed)
-        self.index.touch(PLACE, packed[: 32 * found], now)
+        found, _ = self.index.match([SHARD_KEY], [1 << 60], packed)
+        self.index.touch(SHARD_KEY, packed[: 32 * found], now)
         parent = blocks[found - 1] if found else SPACE
-        self.index.insert(PLACE, packed[32 * found :], parent, 0)
+        self.index.insert(SHARD_KEY, packed[32 * found :], parent, 0)
         self.model.use(blocks)
         table = value_table(Hazard(), evidence_of(self.index))
         values = {(c, b): float(table[c, b]) for c in CLASSES for b in range(AGE_BINS)}

@@ -17,7 +17,7 @@ from kvcache import native
 from kvcache.block.layout import Shard
 from kvcache.block.record import Address
 from kvcache.evict.policy import AGE_BINS, LRU, Evidence, Policy, age_bin
-from kvcache.index.block_run import BlockRun, place_of
+from kvcache.index.block_run import BlockRun, pack_shard_key
 from kvcache.index.index import Index
 
 SPACE = bytes(32)
@@ -47,7 +47,7 @@ class Holes(Ranks):
 
 
 def run(addresses: list[Address]) -> BlockRun:
-    return BlockRun(place_of(SPACE, 0, WHOLE), b"".join(address.signature for address in addresses))
+    return BlockRun(pack_shard_key(SPACE, 0, WHOLE), b"".join(address.signature for address in addresses))
 
 
 def chain(seed: int, length: int) -> list[Address]:

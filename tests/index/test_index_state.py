@@ -16,7 +16,7 @@ from kvcache.evict.policy import AGE_EDGES, LRU, Policy, age_bin, table_interval
 from kvcache.index.index import evidence_of, value_table
 from kvcache.index.reference.index import MAX_FORGOTTEN_PER_TICK, ReferenceIndex
 from kvcache.trace.formats import Trace, read_trace
-from kvcache.trace.simulate import SHARD_REF, signatures, simulate
+from kvcache.trace.simulate import SHARD_KEY, signatures, simulate
 from tests.trace.test_simulate import traffic
 
 TRACE = Path(__file__).parents[3] / "shared" / "data" / "traces" / "mooncake-conversation.jsonl.gz"
@@ -37,7 +37,7 @@ def live(index: Any, policy: Policy, trace: Trace, capacity: int, first: int, en
         stop = min(end, first + table_interval_requests(first))
         part = trace.starts, trace.blocks, names, first, stop, capacity, value_table(policy, evidence_of(index))
         at = hits[len(hits) - (end - first) :][: stop - first]
-        index.replay(SHARD_REF, *part, at)
+        index.replay(SHARD_KEY, *part, at)
         first = stop
     return int(hits.sum())
 
@@ -52,13 +52,13 @@ def restarted(index: Any, other: Any, trace: Trace, most: int = 1 << 20) -> None
     there = {index.names(0)[i + 42 : i + 74] for i in range(0, len(index.names(0)), 74)}
     told: set[bytes] = set()
     for chain in trace:
-        parent = SHARD_REF[:32]
+        parent = SHARD_KEY[:32]
         for block in chain.tolist():
             name = names[block].tobytes()
             if name not in there:
                 break
             if name not in told:
-                other.insert(SHARD_REF, name, parent, 0)
+                other.insert(SHARD_KEY, name, parent, 0)
                 told.add(name)
             parent = name
     assert told == there
@@ -75,9 +75,9 @@ def test_restored_blocks_and_ghosts_keep_their_state(make: type[Policy], kind: s
     assert again.clock == index.clock
     assert (again.resident(0), again.ghosts()) == (index.resident(0), index.ghosts())
     names = signatures(trace.unique)
-    assert again.uses(SHARD_REF, names.tobytes()) == index.uses(SHARD_REF, names.tobytes())
+    assert again.uses(SHARD_KEY, names.tobytes()) == index.uses(SHARD_KEY, names.tobytes())
     for name in names:
-        old, new = (each.clock - each.stamp(SHARD_REF, name.tobytes()) for each in (index, again))
+        old, new = (each.clock - each.stamp(SHARD_KEY, name.tobytes()) for each in (index, again))
         assert age_bin(old) == age_bin(new)
     assert again.check() == []
     assert again.tick() == index.tick()  # from now on, what comes is used
@@ -118,8 +118,8 @@ def test_a_request_drops_a_bounded_number_of_ghosts(make: type[Policy], kind: st
         index.tick()
         if ticks == 3:  # what leaves makes no room, and is not a reason to forget them all
             name = b"a" * 32
-            index.insert(SHARD_REF, name, SHARD_REF[:32], 0)
-            index.discard(SHARD_REF, name, 0, False)
+            index.insert(SHARD_KEY, name, SHARD_KEY[:32], 0)
+            index.discard(SHARD_KEY, name, 0, False)
         assert index.ghosts() <= max(0, count - MAX_FORGOTTEN_PER_TICK * ticks) + (ticks >= 3)
         assert index.ghosts() >= count - MAX_FORGOTTEN_PER_TICK * ticks
     assert index.ghosts() == 0
@@ -133,7 +133,7 @@ def test_surplus_ghosts_are_dropped_over_some_requests(make: type[Policy], kind:
     policy, count = make(), 10 * MAX_FORGOTTEN_PER_TICK
     index = core(kind, policy)
     index.import_state(strangers(count))
-    index.insert(SHARD_REF, signatures(20).tobytes(), SHARD_REF[:32], 0)
+    index.insert(SHARD_KEY, signatures(20).tobytes(), SHARD_KEY[:32], 0)
     assert index.ghosts() == count
     for _ in range(12):
         index.tick()
@@ -149,7 +149,7 @@ def test_both_cores_keep_the_same_rows() -> None:
     for index in (plain, compiled):
         index.import_state(strangers(13_000))
         for chain in signatures(5000).reshape(50, -1):
-            index.insert(SHARD_REF, chain.tobytes(), SHARD_REF[:32], 0)
+            index.insert(SHARD_KEY, chain.tobytes(), SHARD_KEY[:32], 0)
         index.tick()
     assert compiled.ghosts() == 13_000
     for most in (0, 1, 4095, 4096, 4097, 5000, 5001, 9095, 9096, 9097, 18_000, 1 << 21):

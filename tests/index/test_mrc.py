@@ -88,23 +88,23 @@ def of_trace(trace: Trace, room: int, policy: str, samples: int, block_bytes: in
     curve = MissRatioCurve(
         {"host": room * block_bytes}, index.policy, index.values, lambda call: call(), samples=samples, refuses="host"
     )
-    from kvcache.index.block_run import BlockRun, place_of
+    from kvcache.index.block_run import BlockRun, pack_shard_key
 
     space = bytes(32)
-    place = place_of(space, 0, LAYOUT.whole[0])
+    shard_key = pack_shard_key(space, 0, LAYOUT.whole[0])
     for chain in trace:
         packed = b"".join(names[block] for block in chain)
         now = index.tick()
-        masks = index.tier_masks(BlockRun(place, packed))
+        masks = index.tier_masks(BlockRun(shard_key, packed))
         found = len(masks) if 0 not in masks else masks.index(0)
-        index.touch(BlockRun(place, packed).part(0, found), now)
+        index.touch(BlockRun(shard_key, packed).part(0, found), now)
         lacking = len(masks) - found
         free = room - index.resident("host")
         if lacking > free:
             free += len(index.evict("host", lacking - free, before=now, worth=0))
         kept = min(lacking, free)
         parent = packed[32 * found - 32 : 32 * found] if found else space
-        index.insert_run(BlockRun(place, packed).part(found, found + kept), parent, "host")
+        index.insert_run(BlockRun(shard_key, packed).part(found, found + kept), parent, "host")
         curve.add(packed, len(chain), model, ("t", "a", "n"))
     return curve.report()
 

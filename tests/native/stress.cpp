@@ -183,18 +183,18 @@ void index_round(Random& random, Index& index) {
     const unsigned tier = static_cast<unsigned>(pick(random, 0, 2));
     const Memory run_signatures = signatures(chain, first, blocks),
                  before = signatures(chain, first ? first - 1 : 0, 1);
-    Memory place(PLACE, static_cast<std::uint8_t>(pick(random, 0, 3)));
-    const BlockRun run{place.data(), run_signatures.data(), blocks};
+    Memory shard_key(SHARD_KEY, static_cast<std::uint8_t>(pick(random, 0, 3)));
+    const BlockRun run{shard_key.data(), run_signatures.data(), blocks};
     const auto locked = [&](auto call) {
         const auto lock = index.fair_lock();
         return call();
     };
     const u64 now = locked([&] { return index.tick(); });
-    const std::uint8_t* parent = pick(random, 0, 9) ? first ? before.data() : place.data() : nullptr;
+    const std::uint8_t* parent = pick(random, 0, 9) ? first ? before.data() : shard_key.data() : nullptr;
     locked([&] { index.insert(run, parent, tier); });
     const ByTier room{pick(random, 0, 30), pick(random, 0, 30), pick(random, 0, 30)};
     const ByTier held = locked([&] { return index.hold(run, room); });
-    const BlockRun kept{run.place, run.signatures, held[0] + held[1] + held[2]};
+    const BlockRun kept{run.shard_key, run.signatures, held[0] + held[1] + held[2]};
     locked([&] { index.touch(run, now); });
     std::vector<double> values(index.classes() * BINS);
     for (double& value : values) value = static_cast<double>(pick(random, 0, 5));
@@ -203,7 +203,7 @@ void index_round(Random& random, Index& index) {
     const std::vector<double> weights{1, static_cast<double>(pick(random, 1, 3)), Index::NOT_EVICTABLE};
     if (!pick(random, 0, 20)) {
         const auto cost_class = static_cast<unsigned>(pick(random, 0, 3));
-        locked([&] { index.assign({std::string(place.begin(), place.end())}, cost_class); });
+        locked([&] { index.assign({std::string(shard_key.begin(), shard_key.end())}, cost_class); });
     }
     const double most = pick(random, 0, 1) ? Index::NOT_EVICTABLE : 3;
     locked([&] { return index.evict(tier, values.data(), weights, count, earlier, stored_below, most).size(); });
@@ -216,7 +216,7 @@ void index_round(Random& random, Index& index) {
     const u64 found = locked([&] { return index.match(both, needs, 2, &by_tier); });
     demand(found == by_tier[0] + by_tier[1] + by_tier[2], "matched blocks are in no tier");
     demand(locked([&] { return index.release(kept); }), "what was held was not");
-    if (blocks) locked([&] { return index.discard({run.place, run.signatures, 1}, tier, true); });
+    if (blocks) locked([&] { return index.discard({run.shard_key, run.signatures, 1}, tier, true); });
     if (pick(random, 0, 99)) return;
     for (const std::string& fault : locked([&] { return index.check(); })) demand(false, fault.c_str());
 }
@@ -246,8 +246,8 @@ void recall_round(Random& random, Index& index) {
     demand(again.import_rows({told[0], told[1], told[2]}, told[3], told.data() + 4, told.size() - 4),
            "what was kept is no use");
     demand(again.ghosts() <= told.size() - 4, "more is remembered than was kept");
-    const Memory place(PLACE, 1), run = signatures(pick(random, 0, 40), 0, 40);
-    again.insert({place.data(), run.data(), 40}, place.data(), 0);
+    const Memory shard_key(SHARD_KEY, 1), run = signatures(pick(random, 0, 40), 0, 40);
+    again.insert({shard_key.data(), run.data(), 40}, shard_key.data(), 0);
     if (pick(random, 0, 1)) {
         for (std::size_t i = 0; i < told.size(); ++i) again.tick();
         demand(again.ghosts() <= 60, "more is remembered than there is room for");

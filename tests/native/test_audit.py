@@ -11,7 +11,7 @@ import pytest
 from kvcache import native
 from kvcache.block.layout import Shard
 from kvcache.evict.policy import LRU
-from kvcache.index.block_run import BlockRun, place_of
+from kvcache.index.block_run import BlockRun, pack_shard_key
 from kvcache.index.index import Index
 
 pytestmark = pytest.mark.skipif(not native.built, reason="the compiled core was not built")
@@ -25,12 +25,12 @@ def test_an_audit_beside_threads_that_change_everything(request: pytest.FixtureR
     def change(seed: int) -> None:
         rng, random_bytes = random.Random(seed), np.random.default_rng(seed)
         space = bytes([seed]) * 32
-        place = place_of(space, 0, Shard(0, 1, 0, 1))
+        shard_key = pack_shard_key(space, 0, Shard(0, 1, 0, 1))
         runs: list[BlockRun] = []
         held: list[BlockRun] = []
         while not stop.is_set():
             if len(runs) < 300:
-                runs.append(BlockRun(place, random_bytes.bytes(32 * rng.randrange(1, 100))))
+                runs.append(BlockRun(shard_key, random_bytes.bytes(32 * rng.randrange(1, 100))))
                 index.insert_run(runs[-1], space, rng.choice(index.tiers))
             run = rng.choice(runs)
             match rng.randrange(5):

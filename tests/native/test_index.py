@@ -20,15 +20,15 @@ from kvcache import native
 from kvcache.block.chain import digest_chain_reference
 from kvcache.block.layout import Shard
 from kvcache.evict.policy import AGE_BINS, AGE_EDGES
-from kvcache.index.block_run import ALL_BLOCKS, place_of
+from kvcache.index.block_run import ALL_BLOCKS, pack_shard_key
 from kvcache.index.reference.eviction_order import USES_BITS
 from kvcache.index.reference.index import ReferenceIndex
 
 pytestmark = pytest.mark.skipif(not native.built, reason="the compiled core was not built")
 
 SPACES = [bytes([s]) * 32 for s in range(2)]
-PLACES = [place_of(SPACES[0], 0, Shard(0, 2, 0, 4)), place_of(SPACES[0], 1, Shard(0, 1, 0, 1))]
-PLACES += [place_of(SPACES[1], 0, Shard(0, 2, 0, 4))]
+SHARD_KEYS = [pack_shard_key(SPACES[0], 0, Shard(0, 2, 0, 4)), pack_shard_key(SPACES[0], 1, Shard(0, 1, 0, 1))]
+SHARD_KEYS += [pack_shard_key(SPACES[1], 0, Shard(0, 2, 0, 4))]
 BOUNDS, GAPS = (1, 2, 5), (3, 12)
 CLASSES = 1 + 3 * 3
 TABLES = [
@@ -52,7 +52,7 @@ def branch(number: int, length: int) -> bytes:
 CHAINS = [branch(number, 9) for number in range(4)]
 ODD = [sha256(b"odd %d" % i).digest() for i in range(5)]
 chains = st.integers(0, len(CHAINS) - 1)
-places = st.integers(0, len(PLACES) - 1)
+shard_keys = st.integers(0, len(SHARD_KEYS) - 1)
 tiers = st.integers(0, 2)
 gaps = st.lists(st.sampled_from([0, 1, 2, 5, 20]), min_size=1, max_size=12)
 ends = st.tuples(st.integers(0, 9), st.integers(0, 9)).map(sorted)
@@ -70,13 +70,13 @@ def in_any_order(told: bytes) -> tuple[list[int], list[int]]:
 
 
 def life(others: int) -> bytes:
-    """What an index kept that had so many blocks, and half of the first branches at the first place."""
+    """What an index kept that had so many blocks, and half of the first branches of the first shard."""
     index, random = ReferenceIndex(3, BOUNDS, AGE_EDGES, 0, GAPS), Random(others)
     for _ in range(50):
         index.tick()
     for chain in CHAINS[:2]:
-        index.insert(PLACES[0], chain[: 5 * 32], SPACES[0], 0)
-    index.touch(PLACES[0], CHAINS[0][: 3 * 32], index.clock)
+        index.insert(SHARD_KEYS[0], chain[: 5 * 32], SPACES[0], 0)
+    index.touch(SHARD_KEYS[0], CHAINS[0][: 3 * 32], index.clock)
     index.tick()
     strangers = [
         random.getrandbits(48) | random.choice([0, 1, 3]) << 48 | random.randrange(9) << 56 for _ in range(others)
@@ -107,21 +107,21 @@ class Twins(RuleBasedStateMachine):
         for _ in range(times):
             self.both(lambda twin: twin.tick())
 
-    @rule(chain=chains, ends=ends, place=places, tier=tiers, known=st.booleans())
-    def insert(self, chain: int, ends: list[int], place: int, tier: int, known: bool) -> None:
+    @rule(chain=chains, ends=ends, shard_key=shard_keys, tier=tiers, known=st.booleans())
+    def insert(self, chain: int, ends: list[int], shard_key: int, tier: int, known: bool) -> None:
         first, end = ends
-        parent = CHAINS[chain][32 * first - 32 : 32 * first] if first else PLACES[place][:32]
+        parent = CHAINS[chain][32 * first - 32 : 32 * first] if first else SHARD_KEYS[shard_key][:32]
         run = CHAINS[chain][32 * first : 32 * end]
-        self.both(lambda twin: twin.insert(PLACES[place], run, parent if known else b"", tier))
+        self.both(lambda twin: twin.insert(SHARD_KEYS[shard_key], run, parent if known else b"", tier))
 
-    @rule(i=st.integers(0, 4), parent=st.integers(0, 4), place=places, tier=tiers)
-    def insert_odd(self, i: int, parent: int, place: int, tier: int) -> None:
+    @rule(i=st.integers(0, 4), parent=st.integers(0, 4), shard_key=shard_keys, tier=tiers)
+    def insert_odd(self, i: int, parent: int, shard_key: int, tier: int) -> None:
         """Of a few blocks any may claim to follow any, as no chain of ours would, itself among them."""
-        self.both(lambda twin: twin.insert(PLACES[place], ODD[i], ODD[parent], tier))
+        self.both(lambda twin: twin.insert(SHARD_KEYS[shard_key], ODD[i], ODD[parent], tier))
 
-    @rule(i=st.integers(0, 4), place=places, tier=tiers)
-    def discard_odd(self, i: int, place: int, tier: int) -> None:
-        self.both(lambda twin: twin.discard(PLACES[place], ODD[i], tier, False))
+    @rule(i=st.integers(0, 4), shard_key=shard_keys, tier=tiers)
+    def discard_odd(self, i: int, shard_key: int, tier: int) -> None:
+        self.both(lambda twin: twin.discard(SHARD_KEYS[shard_key], ODD[i], tier, False))
 
     @rule(first=st.integers(0, 40), gaps=gaps, tier=tiers)
     def insert_loners(self, first: int, gaps: list[int], tier: int) -> None:
@@ -130,37 +130,46 @@ class Twins(RuleBasedStateMachine):
             for _ in range(gap):
                 self.both(lambda twin: twin.tick())
             signature = sha256(b"%d" % (first + i)).digest()
-            self.both(lambda twin: twin.insert(PLACES[0], signature, SPACES[0], tier))  # noqa: B023  called at once
+            self.both(lambda twin: twin.insert(SHARD_KEYS[0], signature, SPACES[0], tier))  # noqa: B023  called at once
 
-    @rule(chain=chains, i=st.integers(0, 8), place=places, tier=tiers, unless_held=st.booleans())
-    def discard(self, chain: int, i: int, place: int, tier: int, unless_held: bool) -> None:
-        self.both(lambda twin: twin.discard(PLACES[place], CHAINS[chain][32 * i : 32 * i + 32], tier, unless_held))
+    @rule(chain=chains, i=st.integers(0, 8), shard_key=shard_keys, tier=tiers, unless_held=st.booleans())
+    def discard(self, chain: int, i: int, shard_key: int, tier: int, unless_held: bool) -> None:
+        self.both(
+            lambda twin: twin.discard(SHARD_KEYS[shard_key], CHAINS[chain][32 * i : 32 * i + 32], tier, unless_held)
+        )
 
-    @rule(chain=chains, ends=ends, place=places)
-    def refuse(self, chain: int, ends: list[int], place: int) -> None:
-        self.both(lambda twin: twin.refuse(PLACES[place], CHAINS[chain][32 * ends[0] : 32 * ends[1]]))
+    @rule(chain=chains, ends=ends, shard_key=shard_keys)
+    def refuse(self, chain: int, ends: list[int], shard_key: int) -> None:
+        self.both(lambda twin: twin.refuse(SHARD_KEYS[shard_key], CHAINS[chain][32 * ends[0] : 32 * ends[1]]))
 
-    @rule(chain=chains, ends=ends, place=places, back=st.integers(0, 3))
-    def touch(self, chain: int, ends: list[int], place: int, back: int) -> None:
+    @rule(chain=chains, ends=ends, shard_key=shard_keys, back=st.integers(0, 3))
+    def touch(self, chain: int, ends: list[int], shard_key: int, back: int) -> None:
         run = CHAINS[chain][32 * ends[0] : 32 * ends[1]]
-        self.both(lambda twin: twin.touch(PLACES[place], run, max(0, twin.clock - back)))
+        self.both(lambda twin: twin.touch(SHARD_KEYS[shard_key], run, max(0, twin.clock - back)))
 
-    @rule(chain=chains, ends=ends, place=places, back=st.integers(0, 90), uses=st.integers(0, 5), gap=st.integers(0, 2))
-    def recall(self, chain: int, ends: list[int], place: int, back: int, uses: int, gap: int) -> None:
+    @rule(
+        chain=chains,
+        ends=ends,
+        shard_key=shard_keys,
+        back=st.integers(0, 90),
+        uses=st.integers(0, 5),
+        gap=st.integers(0, 2),
+    )
+    def recall(self, chain: int, ends: list[int], shard_key: int, back: int, uses: int, gap: int) -> None:
         run, byte = CHAINS[chain][32 * ends[0] : 32 * ends[1]], uses | gap << USES_BITS
-        self.both(lambda twin: twin.restore_use(PLACES[place], run, max(0, twin.clock - back), byte))
+        self.both(lambda twin: twin.restore_use(SHARD_KEYS[shard_key], run, max(0, twin.clock - back), byte))
 
-    @rule(chain=chains, ends=ends, place=places, room=st.lists(st.integers(0, 9), min_size=3, max_size=3))
-    def hold(self, chain: int, ends: list[int], place: int, room: list[int]) -> None:
+    @rule(chain=chains, ends=ends, shard_key=shard_keys, room=st.lists(st.integers(0, 9), min_size=3, max_size=3))
+    def hold(self, chain: int, ends: list[int], shard_key: int, room: list[int]) -> None:
         run = CHAINS[chain][32 * ends[0] : 32 * ends[1]]
-        held = self.both(lambda twin: twin.hold(PLACES[place], run, room))
-        self.held.append((PLACES[place], run[: 32 * sum(held)]))
+        held = self.both(lambda twin: twin.hold(SHARD_KEYS[shard_key], run, room))
+        self.held.append((SHARD_KEYS[shard_key], run[: 32 * sum(held)]))
 
     @rule(data=st.data())
     def release(self, data: st.DataObject) -> None:
         if self.held:
-            place, run = self.held.pop(data.draw(st.integers(0, len(self.held) - 1)))
-            self.both(lambda twin: twin.release(place, run))
+            shard_key, run = self.held.pop(data.draw(st.integers(0, len(self.held) - 1)))
+            self.both(lambda twin: twin.release(shard_key, run))
 
     @rule(
         tier=tiers,
@@ -201,10 +210,10 @@ class Twins(RuleBasedStateMachine):
         alone = [self.twins[0].worth(tier, TABLES[table], row, which) for row in rows(records)]
         assert worth == math.inf if math.inf in alone else math.isclose(worth, math.fsum(alone), abs_tol=1e-9)
 
-    @rule(place=places, kind=st.integers(0, 3))
-    def assign(self, place: int, kind: int) -> None:
+    @rule(shard_key=shard_keys, kind=st.integers(0, 3))
+    def assign(self, shard_key: int, kind: int) -> None:
         """Whether blocks are there or not, and again."""
-        self.both(lambda twin: twin.assign([PLACES[place]], kind))
+        self.both(lambda twin: twin.assign([SHARD_KEYS[shard_key]], kind))
 
     @rule(chain=chains, end=st.integers(0, 9), window=st.integers(1, 4))
     def match(self, chain: int, end: int, window: int) -> None:
@@ -215,16 +224,16 @@ class Twins(RuleBasedStateMachine):
             ([1], [1]),
             ([2, 1, 0], [window, 1, ALL_BLOCKS]),
         ):
-            self.both(lambda twin: twin.match([PLACES[g] for g in groups], needs, run))  # noqa: B023  called at once
+            self.both(lambda twin: twin.match([SHARD_KEYS[g] for g in groups], needs, run))  # noqa: B023  called at once
 
     @invariant()
     def agree(self) -> None:
         if not hasattr(self, "twins"):
             return
-        for place in PLACES:
+        for shard_key in SHARD_KEYS:
             for chain in CHAINS:
-                self.both(lambda twin: (twin.tier_masks(place, chain), twin.stamp(place, chain[-32:])))  # noqa: B023
-                self.both(lambda twin: twin.uses(place, chain))  # noqa: B023
+                self.both(lambda twin: (twin.tier_masks(shard_key, chain), twin.stamp(shard_key, chain[-32:])))  # noqa: B023
+                self.both(lambda twin: twin.uses(shard_key, chain))  # noqa: B023
         self.both(lambda twin: (len(twin), twin.ghosts(), twin.held(), [twin.resident(t) for t in range(3)]))
         self.both(lambda twin: [twin.resident_by_class(t) for t in range(3)])
         self.both(lambda twin: [sorted(rows(twin.names(t))) for t in range(3)])
@@ -238,8 +247,8 @@ class Twins(RuleBasedStateMachine):
 
     def teardown(self) -> None:
         if hasattr(self, "twins"):
-            for place, run in self.held:
-                self.both(lambda twin: twin.release(place, run))  # noqa: B023
+            for shard_key, run in self.held:
+                self.both(lambda twin: twin.release(shard_key, run))  # noqa: B023
             for tier in range(3):
                 self.both(lambda twin: twin.evict(tier, TABLES[0], 10**6, None, False))  # noqa: B023
             assert self.both(len) == 0
@@ -256,29 +265,29 @@ def test_long_lives(seed: int) -> None:
     random, twins = Random(seed), Twins()
     twins.begin(random.choice([0.0, 0.5, 2.0]), random.choice([None, 0, 300]))
     for _ in range(60):
-        chain, place, tier = random.randrange(4), random.randrange(3), random.randrange(3)
+        chain, shard_key, tier = random.randrange(4), random.randrange(3), random.randrange(3)
         ends, some = sorted(random.choices(range(10), k=2)), random.random() < 0.5
         match random.randrange(14):
             case 0:
                 twins.tick(random.choice([1, 3, 30, 400]))
             case 1 | 2:
-                twins.insert(chain, ends, place, tier, some)
+                twins.insert(chain, ends, shard_key, tier, some)
             case 3:
                 twins.insert_loners(random.randrange(200), random.choices([0, 1, 2, 5, 20], k=12), tier)
             case 4:
-                twins.discard(chain, random.randrange(9), place, tier, some)
+                twins.discard(chain, random.randrange(9), shard_key, tier, some)
             case 5:
-                twins.touch(chain, ends, place, random.randrange(4))
+                twins.touch(chain, ends, shard_key, random.randrange(4))
             case 6:
-                twins.hold(chain, ends, place, random.choices(range(10), k=3))
+                twins.hold(chain, ends, shard_key, random.choices(range(10), k=3))
             case 7:
                 twins.match(chain, ends[1], random.randrange(1, 5))
             case 8:
-                twins.insert_odd(random.randrange(5), random.randrange(5), place, tier)
+                twins.insert_odd(random.randrange(5), random.randrange(5), shard_key, tier)
             case 9:
-                twins.discard_odd(random.randrange(5), place, tier)
+                twins.discard_odd(random.randrange(5), shard_key, tier)
             case 10:
-                twins.assign(place, random.randrange(4))
+                twins.assign(shard_key, random.randrange(4))
             case 11:
                 twins.worth(tier, tier, random.randrange(len(TABLES)), random.randrange(1, 4), random.choice(WEIGHTS))
             case _:
@@ -301,14 +310,14 @@ def test_ask_is_digest_and_match() -> None:
     tokens = np.arange(16 * 100, dtype=np.uint32)
     expected = digest_chain_reference(SPACES[0], tokens, 16, None)
     index = new()
-    index.insert(PLACES[0], expected[: 32 * 40], SPACES[0], 0)
-    index.insert(PLACES[0], expected[: 32 * 60], SPACES[0], 1)
+    index.insert(SHARD_KEYS[0], expected[: 32 * 40], SPACES[0], 0)
+    index.insert(SHARD_KEYS[0], expected[: 32 * 60], SPACES[0], 1)
     for form in (tokens, tokens.astype(np.int64)):
         for blocks, found in ((100, (60, (40, 20))), (50, (50, (40, 10))), (7, (7, (7, 0)))):
-            asked = index.hash_and_match(SPACES[0], form[: 16 * blocks], 16, None, [PLACES[0]], [ALL_BLOCKS])
+            asked = index.hash_and_match(SPACES[0], form[: 16 * blocks], 16, None, [SHARD_KEYS[0]], [ALL_BLOCKS])
             assert asked == (expected[: 32 * blocks], *found)
     with pytest.raises(OverflowError):
-        index.hash_and_match(SPACES[0], np.array([1, -1]), 1, None, [PLACES[0]], [ALL_BLOCKS])
+        index.hash_and_match(SPACES[0], np.array([1, -1]), 1, None, [SHARD_KEYS[0]], [ALL_BLOCKS])
 
 
 def test_threads_at_once() -> None:
@@ -322,15 +331,15 @@ def test_threads_at_once() -> None:
             for turn in range(60):
                 own = signatures(1000 * seed + turn, 100)
                 stamp = index.tick()
-                index.insert(PLACES[0], own, SPACES[0], turn % 2)
-                index.insert(PLACES[0], shared, SPACES[0], 0)
-                held = index.hold(PLACES[0], shared, [150, 150])
-                index.touch(PLACES[0], shared, stamp)
+                index.insert(SHARD_KEYS[0], own, SPACES[0], turn % 2)
+                index.insert(SHARD_KEYS[0], shared, SPACES[0], 0)
+                held = index.hold(SHARD_KEYS[0], shared, [150, 150])
+                index.touch(SHARD_KEYS[0], shared, stamp)
                 for t in range(2):
                     index.evict(t, TABLES[0][:1].copy(), int(rng.integers(1, 150)), None, False)
-                if index.tier_masks(PLACES[0], shared[: 32 * sum(held)]).count(0):
+                if index.tier_masks(SHARD_KEYS[0], shared[: 32 * sum(held)]).count(0):
                     faults.append("a held block left")
-                index.release(PLACES[0], shared[: 32 * sum(held)])
+                index.release(SHARD_KEYS[0], shared[: 32 * sum(held)])
         except Exception as error:  # noqa: BLE001  an error in a thread must fail the test
             faults.append(repr(error))
 
@@ -347,20 +356,20 @@ def test_threads_at_once() -> None:
 @pytest.mark.parametrize(
     ("call", "said"),
     [
-        (lambda i: i.insert(b"short", bytes(32), b"", 0), "a place of 5 bytes: expected 42"),
-        (lambda i: i.insert(PLACES[0], bytes(31), b"", 0), "signatures of 31 bytes"),
-        (lambda i: i.insert(PLACES[0], bytes(32), b"x", 0), "a parent of 1 bytes"),
-        (lambda i: i.insert(PLACES[0], bytes(32), b"", 2), "tier 2: there are 2"),
-        (lambda i: i.hold(PLACES[0], bytes(32), [1]), "room in 1 tiers: expected one each of 2"),
-        (lambda i: i.release(PLACES[0], bytes(32)), "not held"),
-        (lambda i: i.match([PLACES[0]], [1, 2], bytes(32)), "1 places and 2 needs"),
+        (lambda i: i.insert(b"short", bytes(32), b"", 0), "a shard key of 5 bytes: expected 42"),
+        (lambda i: i.insert(SHARD_KEYS[0], bytes(31), b"", 0), "signatures of 31 bytes"),
+        (lambda i: i.insert(SHARD_KEYS[0], bytes(32), b"x", 0), "a parent of 1 bytes"),
+        (lambda i: i.insert(SHARD_KEYS[0], bytes(32), b"", 2), "tier 2: there are 2"),
+        (lambda i: i.hold(SHARD_KEYS[0], bytes(32), [1]), "room in 1 tiers: expected one each of 2"),
+        (lambda i: i.release(SHARD_KEYS[0], bytes(32)), "not held"),
+        (lambda i: i.match([SHARD_KEYS[0]], [1, 2], bytes(32)), "1 shard keys and 2 needs"),
         (lambda i: i.evict(0, np.zeros(3), 1, None, False), "expected float64 of"),
         (lambda i: i.evict(0, np.zeros((1, AGE_BINS)), 1, None, False, [0.0]), "not more than 0"),
         (lambda i: i.worth(0, np.zeros(3), b""), "expected float64 of"),
         (lambda i: i.worth(2, np.zeros((1, AGE_BINS)), b""), "tier 2: there are 2"),
         (lambda i: i.worth(0, np.zeros((1, AGE_BINS)), bytes(75)), "records of 75 bytes"),
-        (lambda i: i.assign([PLACES[0]], 1 << 12), "kind 4096: expected less than 4096"),
-        (lambda i: i.assign([b"short"], 1), "a place of 5 bytes"),
+        (lambda i: i.assign([SHARD_KEYS[0]], 1 << 12), "kind 4096: expected less than 4096"),
+        (lambda i: i.assign([b"short"], 1), "a shard key of 5 bytes"),
         (lambda i: native.core.Index(5, (), AGE_EDGES, 0.0), "5 tiers: expected 1 to 4"),
         (lambda i: native.core.Index(1, (3, 2), AGE_EDGES, 0.0), "ascending numbers up to 31"),
         (lambda i: native.core.Index(1, (1, 32), AGE_EDGES, 0.0), "ascending numbers up to 31"),

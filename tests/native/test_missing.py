@@ -27,7 +27,7 @@ def test_said_once() -> None:
         found = [native.available() for _ in range(2)]
     assert found == [False, False]
     assert len(said) == 1
-    assert Path(said[0].filename) == Path(__file__)  # names the caller, not the place that says it
+    assert Path(said[0].filename) == Path(__file__)  # names the caller, not the shard_key that says it
 
 
 def test_nothing_said_where_it_is_built() -> None:
@@ -63,9 +63,9 @@ assert not native.built
 
 def test_setup_goes_on_without_a_compiler(tmp_path: Path) -> None:
     none = str(tmp_path / "no-such-compiler")
-    places = ["--build-lib", str(tmp_path / "lib"), "--build-temp", str(tmp_path / "temp")]
+    shard_keys = ["--build-lib", str(tmp_path / "lib"), "--build-temp", str(tmp_path / "temp")]
     ran = subprocess.run(
-        [sys.executable, "setup.py", "build_ext", *places],
+        [sys.executable, "setup.py", "build_ext", *shard_keys],
         check=False,
         cwd=ROOT,
         env={**os.environ, "CC": none, "CXX": none},

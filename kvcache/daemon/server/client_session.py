@@ -252,7 +252,7 @@ class ClientSession:
     def payload_sizes(self, number: int) -> list[int]:
         """Return the payload bytes of a block, by group, for a request."""
         bound = self._bound_of.get(number)
-        return [] if bound is None else [place.payload_bytes for place in bound.places]
+        return [] if bound is None else [ref.payload_bytes for ref in bound.own_shards]
 
     def _namespace(self, message: Mapping[str, Any]) -> dict[str, Any]:
         """Bind a namespace; then end the bindings in `ends`. Where binding fails, nothing changes."""

@@ -60,13 +60,13 @@ def lookup_prompt(cache: Cache, packed_ids: Any, prefix: str, tenant: str | None
         )
     for bound in bounds:
         tokens = bound.layout.block_tokens
-        lookup, chain = cache.index.lookup(bound.names, bound.needs), Chain(bound.id, tokens)
+        lookup, chain = cache.index.lookup(bound.shard_keys, bound.needs), Chain(bound.id, tokens)
         chain.extend(ids)
         packed = bind_signatures(bound.id, chain.packed) if cache.binds_signatures else chain.packed
         lookup.match(packed)
         clock, time = cache.index.clock, cache.os_env.clock.wall()
         entry = hypothetical_request(
-            packed, ids, namespace=bound.id, places=bound.names, block_tokens=tokens, clock=clock, time=time
+            packed, ids, namespace=bound.id, shard_keys=bound.shard_keys, block_tokens=tokens, clock=clock, time=time
         )
         entry.found = lookup.blocks
         if best is None or entry.found * tokens > best.found * best.block_tokens:

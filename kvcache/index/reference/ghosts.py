@@ -15,18 +15,18 @@ from typing import NamedTuple
 
 from kvcache.block.chain import SIGNATURE_BYTES
 
-# Nodes: the reference index's state of one block at one place.
+# Nodes: the reference index's state of one block of one shard.
 
-BlockName = tuple[bytes, bytes]  # place, signature
-OrderPosition = tuple[int, int, bytes, bytes]  # stamp, -depth, signature, place
+BlockName = tuple[bytes, bytes]  # shard key, signature
+OrderPosition = tuple[int, int, bytes, bytes]  # stamp, -depth, signature, shard key
 
 UNKNOWN_PARENT = b""
 """The parent of a block whose parent was not given."""
 
 
-def block_names(place: bytes, signatures: bytes | bytearray | memoryview) -> Iterator[BlockName]:
+def block_names(shard_key: bytes, signatures: bytes | bytearray | memoryview) -> Iterator[BlockName]:
     """Names of packed signatures."""
-    return ((place, bytes(signatures[i : i + SIGNATURE_BYTES])) for i in range(0, len(signatures), SIGNATURE_BYTES))
+    return ((shard_key, bytes(signatures[i : i + SIGNATURE_BYTES])) for i in range(0, len(signatures), SIGNATURE_BYTES))
 
 
 class Node:
@@ -47,17 +47,17 @@ class Node:
 
     @property
     def parent_name(self) -> BlockName | None:
-        place, _ = self.name
+        shard_key, _ = self.name
         return (
-            (place, self.parent)
-            if self.tiers and self.parent not in (UNKNOWN_PARENT, place[:SIGNATURE_BYTES])
+            (shard_key, self.parent)
+            if self.tiers and self.parent not in (UNKNOWN_PARENT, shard_key[:SIGNATURE_BYTES])
             else None
         )
 
     @property
     def standing(self) -> OrderPosition:
-        place, signature = self.name
-        return self.stamp, -self.depth, signature, place
+        shard_key, signature = self.name
+        return self.stamp, -self.depth, signature, shard_key
 
 
 def is_descendant(nodes: Mapping[BlockName, Node], node: Node, ancestor: Node) -> bool:
@@ -98,12 +98,12 @@ class ReferenceGhosts:
 
     def print(self, name: BlockName) -> int:
         """The lower 32 bits of the name's hash, and above them its upper 16 bits."""
-        place, signature = name
+        shard_key, signature = name
         one, two, three = self.secret
-        space = _fold(_words(place[:8])[0] ^ one, _words(place[8:16])[0] ^ two)
-        of_place = _fold(_words(place[-8:])[0] ^ three, _words(place[-16:-8])[0] ^ space)
+        space = _fold(_words(shard_key[:8])[0] ^ one, _words(shard_key[8:16])[0] ^ two)
+        of_shard = _fold(_words(shard_key[-8:])[0] ^ three, _words(shard_key[-16:-8])[0] ^ space)
         first, second = _words(signature[:16])
-        hashed = _fold(first ^ one, second ^ of_place)
+        hashed = _fold(first ^ one, second ^ of_shard)
         return hashed & 0xFFFFFFFF | hashed >> 48 << 32
 
     def add(self, name: BlockName, use: LastUse) -> None:

@@ -1,9 +1,9 @@
 """The index in plain Python: the twin of `kvcache._native.Index`, and the definition of each of its calls.
 
-A node is one block at one place (namespace, group, shard). Its parent is the block before it at the same place. Each
+A node is one block of one shard (namespace, group, shard). Its parent is the block before it of the same shard. Each
 tier orders its evictable nodes: those that it has, without children in the tier and without holds. There is one order
 for each cost class, each class of use, and whether a lower tier also has the node. An order is sorted by last use,
-then deeper first, then by name. All blocks at one place are of one cost class; `evict` compares classes by their
+then deeper first, then by name. All blocks of one shard are of one cost class; `evict` compares classes by their
 weights. A parent enters its order, at its sorted position, when its last child is removed. A node without a tier is
 kept while it is held or has a child in some tier. After that it becomes a ghost, of which a bounded number is kept.
 
@@ -28,7 +28,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvcache.block.chain import SIGNATURE_BYTES, digest_chain
-from kvcache.index.block_run import ALL_BLOCKS, PLACE_BYTES, PackedSignatures, usable_prefix
+from kvcache.index.block_run import ALL_BLOCKS, SHARD_KEY_BYTES, PackedSignatures, usable_prefix
 from kvcache.index.reference.eviction_order import USES_BITS, AgeHistogram, ReferenceOrders, UseClasses
 from kvcache.index.reference.ghosts import (
     UNKNOWN_PARENT,
@@ -44,9 +44,9 @@ from kvcache.index.reference.ghosts import (
 
 
 class TraceRun(NamedTuple):
-    """Requests `first` to `end` of a trace, to replay at one place."""
+    """Requests `first` to `end` of a trace, to replay in one shard."""
 
-    place: bytes
+    shard_key: bytes
     starts: NDArray[np.int64]
     """Where each request's blocks begin in `blocks`; one more than there are requests."""
     blocks: NDArray[np.int32]
@@ -93,9 +93,11 @@ class AuditedIndex:
         with self._lock:
             return sum(node.holds for node in self._nodes.values())
 
-    def names(self, tier: int) -> bytes:  # place and signature of each record in the tier, concatenated
+    def names(self, tier: int) -> bytes:  # shard key and signature of each record in the tier, concatenated
         with self._lock:
-            return b"".join(place + sign for (place, sign), node in self._nodes.items() if node.tiers >> tier & 1)
+            return b"".join(
+                shard_key + sign for (shard_key, sign), node in self._nodes.items() if node.tiers >> tier & 1
+            )
 
     def check(self) -> list[str]:
         """Faults in counts, orders and links, found by a walk over all nodes."""
@@ -113,16 +115,16 @@ class AuditedIndex:
                     faults.append(f"{label} counts {node.children} children, {children.get(node.name)} are there")
                 if not node.tiers and not node.holds and not any(node.children):
                     faults.append(f"{label} is remembered for nothing")
-                for t, place in enumerate(node.listed):
-                    if (place is not None) != bool(node.tiers >> t & 1 and not node.children[t] and not node.holds):
-                        faults.append(f"{label} {'is missing in' if place is None else 'stands in'} an order")
-                    if place is not None and node.standing not in self._orders.all[place]:
+                for t, position in enumerate(node.listed):
+                    if (position is not None) != bool(node.tiers >> t & 1 and not node.children[t] and not node.holds):
+                        faults.append(f"{label} {'is missing in' if position is None else 'stands in'} an order")
+                    if position is not None and node.standing not in self._orders.all[position]:
                         faults.append(f"{label} stands in the wrong order")
             resident = [sum(node.tiers >> t & 1 for node in self._nodes.values()) for t in range(self._tiers)]
             counted = [sum(of_class[t] for of_class in self._by_cost_class) for t in range(self._tiers)]
             if counted != resident:
                 faults.append(f"index: counts {counted} residents, {resident} are there")
-            listed = sum(place is not None for node in self._nodes.values() for place in node.listed)
+            listed = sum(position is not None for node in self._nodes.values() for position in node.listed)
             if listed != sum(map(len, self._orders.all.values())):
                 faults.append("index: orders with strangers in them")
             if any(order != sorted(order) for order in self._orders.all.values()):
@@ -133,10 +135,10 @@ class AuditedIndex:
         return faults
 
 
-Victim = tuple[bytes, bytes, bytes, bool]  # place, signature, parent, whether another tier still has it
+Victim = tuple[bytes, bytes, bytes, bool]  # shard key, signature, parent, whether another tier still has it
 
 MAX_TIERS = 4
-ROW_BYTES = PLACE_BYTES + SIGNATURE_BYTES
+ROW_BYTES = SHARD_KEY_BYTES + SIGNATURE_BYTES
 MAX_FORGOTTEN_PER_TICK = 64
 """The most excess ghosts that one `tick` forgets."""
 
@@ -160,7 +162,7 @@ class ReferenceIndex(AuditedIndex):
         self._nodes: dict[BlockName, Node] = {}
         self._blocks = 0  # nodes that some tier has
         classes = UseClasses(bounds, gaps)
-        self._cost_classes: dict[bytes, int] = {}  # by place; places without an entry are of class 0
+        self._cost_classes: dict[bytes, int] = {}  # by shard key; those without an entry are of class 0
         self._by_cost_class = [[0] * tiers]  # records by class and tier
         self._ages = AgeHistogram(len(classes), edges)
         self._orders = ReferenceOrders(tiers, classes, self._ages)
@@ -181,15 +183,15 @@ class ReferenceIndex(AuditedIndex):
             self._ages.tick(self.clock)
             return self.clock
 
-    def assign(self, places: Sequence[bytes], cost_class: int) -> None:
-        """Assign these places, with current and future blocks, to a cost class. Other places are of class 0."""
+    def assign(self, shard_keys: Sequence[bytes], cost_class: int) -> None:
+        """Assign these shards, with current and future blocks, to a cost class. Other shards are of class 0."""
         with self._lock:
             self._by_cost_class += [[0] * self._tiers for _ in range(cost_class + 1 - len(self._by_cost_class))]
-            moving = [node for node in self._nodes.values() if node.name[0] in places]
+            moving = [node for node in self._nodes.values() if node.name[0] in shard_keys]
             for node in moving:
                 self._orders.leave(node)
                 self._count_residents(node, -1)
-            self._cost_classes.update(dict.fromkeys(places, cost_class))
+            self._cost_classes.update(dict.fromkeys(shard_keys, cost_class))
             for node in moving:
                 self._orders.enter(node, cost_class)
                 self._count_residents(node, 1)
@@ -197,14 +199,14 @@ class ReferenceIndex(AuditedIndex):
     # lookups
 
     def match(
-        self, places: Sequence[bytes], needs: Sequence[int], signatures: PackedSignatures
+        self, shard_keys: Sequence[bytes], needs: Sequence[int], signatures: PackedSignatures
     ) -> tuple[int, tuple[int, ...]]:
-        """The longest prefix for which each place (one per group) has its last `needs` blocks, and its blocks by tier.
+        """The longest prefix for which each shard (one per group) has its last `needs` blocks, and its blocks by tier.
 
         A block counts for the fastest tier at which, or faster, all of its parts are.
         """
         with self._lock:
-            masks = [self.tier_masks(place, signatures) for place in places]
+            masks = [self.tier_masks(shard_key, signatures) for shard_key in shard_keys]
         found = usable_prefix(needs, masks)
         by_tier = [0] * self._tiers
         for i in range(found):
@@ -218,29 +220,29 @@ class ReferenceIndex(AuditedIndex):
         tokens: NDArray[Any],
         block_tokens: int,
         extras: list[bytes] | None,
-        places: Sequence[bytes],
+        shard_keys: Sequence[bytes],
         needs: Sequence[int],
     ) -> tuple[bytes, int, tuple[int, ...]]:
         """`digest_chain` and `match` of its result in one call: the signatures, then the result of `match`."""
         signatures = digest_chain(parent, tokens, block_tokens, extras)
-        return signatures, *self.match(places, needs, signatures)
+        return signatures, *self.match(shard_keys, needs, signatures)
 
-    def tier_masks(self, place: bytes, signatures: PackedSignatures) -> bytes:
+    def tier_masks(self, shard_key: bytes, signatures: PackedSignatures) -> bytes:
         """One mask per block."""
         with self._lock:
-            found = (self._nodes.get(name) for name in block_names(place, signatures))
+            found = (self._nodes.get(name) for name in block_names(shard_key, signatures))
             return bytes(node.tiers if node is not None else 0 for node in found)
 
-    def stamp(self, place: bytes, signature: bytes) -> int:
+    def stamp(self, shard_key: bytes, signature: bytes) -> int:
         """The time of its last use; the current time for an unknown block."""
         with self._lock:
-            node = self._nodes.get((place, signature))
+            node = self._nodes.get((shard_key, signature))
             return self.clock if node is None else node.stamp
 
-    def uses(self, place: bytes, signatures: PackedSignatures) -> bytes:
+    def uses(self, shard_key: bytes, signatures: PackedSignatures) -> bytes:
         """The use byte of each, for `use_class`, if a tier stored it now: one more use if a ghost returns."""
         with self._lock:
-            return bytes(map(self._uses, block_names(place, signatures)))
+            return bytes(map(self._uses, block_names(shard_key, signatures)))
 
     def _uses(self, name: BlockName) -> int:
         node, ghost = self._nodes.get(name), self._ghosts.find(name)
@@ -307,13 +309,13 @@ class ReferenceIndex(AuditedIndex):
 
     # changes
 
-    def insert(self, place: bytes, signatures: PackedSignatures, parent: bytes, tier: int) -> None:
+    def insert(self, shard_key: bytes, signatures: PackedSignatures, parent: bytes, tier: int) -> None:
         """Record that the tier has these.
 
         `parent`: the signature before the first, else the namespace; empty: unknown.
         """
         with self._lock:
-            for name in block_names(place, signatures):
+            for name in block_names(shard_key, signatures):
                 node = self._get(name)
                 if not node.tiers:
                     self._attach(node, parent)
@@ -325,28 +327,28 @@ class ReferenceIndex(AuditedIndex):
                     self._orders.enter(node, self._cost_class(node.name))
                 parent = name[1]
 
-    def refuse(self, place: bytes, signatures: PackedSignatures) -> None:
+    def refuse(self, shard_key: bytes, signatures: PackedSignatures) -> None:
         """Record that no tier took these. Unknown blocks become ghosts at once, as if stored and evicted."""
         with self._lock:
-            for name in block_names(place, signatures):
+            for name in block_names(shard_key, signatures):
                 if self._ghosts_a_block and name not in self._nodes:
                     self._remember(name, LastUse(self.clock, self._return(name, 0)))
             self._trim_ghosts()
 
-    def discard(self, place: bytes, signature: bytes, tier: int, unless_held: bool) -> bool:
+    def discard(self, shard_key: bytes, signature: bytes, tier: int, unless_held: bool) -> bool:
         """Record that the tier has lost it. True if the tier had it."""
         with self._lock:
-            node = self._nodes.get((place, signature))
+            node = self._nodes.get((shard_key, signature))
             if node is None or not node.tiers >> tier & 1 or (unless_held and node.holds):
                 return False
             self._drop(node, tier)
             return True
 
-    def touch(self, place: bytes, signatures: PackedSignatures, stamp: int) -> None:
+    def touch(self, shard_key: bytes, signatures: PackedSignatures, stamp: int) -> None:
         """Count a use of each at this time, which is at most the current time."""
         with self._lock:
             stamp = min(stamp, self.clock)
-            for name in block_names(place, signatures):
+            for name in block_names(shard_key, signatures):
                 node = self._nodes.get(name)
                 if node is not None:
                     age = max(0, stamp - node.stamp)
@@ -354,22 +356,22 @@ class ReferenceIndex(AuditedIndex):
                         self._count_reuse(node.uses, age)
                     self._set(node, max(node.stamp, stamp), self._again(node.uses, age))
 
-    def restore_use(self, place: bytes, signatures: PackedSignatures, stamp: int, uses: int) -> None:
+    def restore_use(self, shard_key: bytes, signatures: PackedSignatures, stamp: int, uses: int) -> None:
         """Restore the last use and use count of each block that some tier has; not counted as a use."""
         with self._lock:
-            for name in block_names(place, signatures):
+            for name in block_names(shard_key, signatures):
                 node = self._nodes.get(name)
                 if node is not None and node.tiers:
                     self._set(node, min(stamp, self.clock), uses)
 
-    def hold(self, place: bytes, signatures: PackedSignatures, room: Sequence[int]) -> tuple[int, ...]:
+    def hold(self, shard_key: bytes, signatures: PackedSignatures, room: Sequence[int]) -> tuple[int, ...]:
         """Hold leading blocks; the number held, by fastest tier. Release each with `release`.
 
         Stops at the first block that no tier has or whose fastest tier has no `room` left.
         """
         held = [0] * self._tiers
         with self._lock:
-            for name in block_names(place, signatures):
+            for name in block_names(shard_key, signatures):
                 node = self._nodes.get(name)
                 if node is None or not node.tiers:
                     break
@@ -381,9 +383,9 @@ class ReferenceIndex(AuditedIndex):
                 held[nearest] += 1
         return tuple(held)
 
-    def release(self, place: bytes, signatures: PackedSignatures) -> None:
+    def release(self, shard_key: bytes, signatures: PackedSignatures) -> None:
         with self._lock:
-            for name in block_names(place, signatures):
+            for name in block_names(shard_key, signatures):
                 node = self._nodes.get(name)
                 if node is None or not node.holds:
                     raise ValueError("release of a block that is not held: release each hold once")
@@ -428,12 +430,12 @@ class ReferenceIndex(AuditedIndex):
         Infinity if one cannot be evicted: the tier lacks it, it is held, or its worth is infinite.
 
         Args:
-            records: place and signature of each, as in `names`.
+            records: shard key and signature of each, as in `names`.
         """
         worth = 0.0
         with self._lock:
             for row in range(0, len(records), ROW_BYTES):
-                name = records[row : row + PLACE_BYTES], records[row + PLACE_BYTES : row + ROW_BYTES]
+                name = records[row : row + SHARD_KEY_BYTES], records[row + SHARD_KEY_BYTES : row + ROW_BYTES]
                 node = self._nodes.get(name)
                 if node is None or not node.tiers >> tier & 1 or node.holds:
                     return inf
@@ -454,15 +456,15 @@ class ReferenceIndex(AuditedIndex):
 
     def _attach(self, node: Node, parent: bytes) -> None:
         """Link a node that a tier is about to have."""
-        place, _ = node.name
+        shard_key, _ = node.name
         if self._recalling and (ghost := self._ghosts.take(node.name)) is not None:
             self._ages.add(self.use_class(ghost.uses), ghost.stamp, -1)
             node.stamp, node.uses = ghost
         else:
             node.uses = self._return(node.name, node.uses)
         node.parent, node.known, node.depth = parent, True, 0
-        if parent not in (UNKNOWN_PARENT, place[:SIGNATURE_BYTES]):
-            before = self._get((place, parent))
+        if parent not in (UNKNOWN_PARENT, shard_key[:SIGNATURE_BYTES]):
+            before = self._get((shard_key, parent))
             if is_descendant(self._nodes, before, node):
                 node.parent = UNKNOWN_PARENT
             else:
@@ -543,14 +545,14 @@ class ReferenceIndex(AuditedIndex):
         Args:
             arguments: the fields of `TraceRun`, as in the native index.
         """
-        place, starts, blocks, signatures, first, end, capacity, values, hits, refuses = TraceRun(*arguments)
+        shard_key, starts, blocks, signatures, first, end, capacity, values, hits, refuses = TraceRun(*arguments)
         for r in range(first, end):
             chain = signatures[blocks[starts[r] : starts[r + 1]]].tobytes()
             now = self.tick()
-            at, _ = self.match([place], [ALL_BLOCKS], chain)
+            at, _ = self.match([shard_key], [ALL_BLOCKS], chain)
             hits[r - first] = at
-            self.touch(place, chain[: at * SIGNATURE_BYTES], now)
-            classes = [self.use_class(uses) for uses in self.uses(place, chain)]
+            self.touch(shard_key, chain[: at * SIGNATURE_BYTES], now)
+            classes = [self.use_class(uses) for uses in self.uses(shard_key, chain)]
             stop, room = at, capacity - self.resident(0)
             while stop < len(classes):
                 own, alike = classes[stop], 1
@@ -566,6 +568,6 @@ class ReferenceIndex(AuditedIndex):
                 stop, room = stop + fits, room - fits
                 if fits < alike:
                     break
-            parent = chain[(at - 1) * SIGNATURE_BYTES : at * SIGNATURE_BYTES] or place[:SIGNATURE_BYTES]
-            self.insert(place, chain[at * SIGNATURE_BYTES : stop * SIGNATURE_BYTES], parent, 0)
-            self.refuse(place, chain[stop * SIGNATURE_BYTES :])
+            parent = chain[(at - 1) * SIGNATURE_BYTES : at * SIGNATURE_BYTES] or shard_key[:SIGNATURE_BYTES]
+            self.insert(shard_key, chain[at * SIGNATURE_BYTES : stop * SIGNATURE_BYTES], parent, 0)
+            self.refuse(shard_key, chain[stop * SIGNATURE_BYTES :])
