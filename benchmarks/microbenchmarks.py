@@ -49,7 +49,7 @@ def prompt(random: np.random.Generator) -> BlockRun:
 @pytest.fixture(scope="module")
 def index(random: np.random.Generator, prompt: BlockRun) -> Index:
     made = Index(["host", "nvme"], LRU())
-    for run in (BlockRun(prompt.place, random.bytes(SIGNATURE_BYTES * (FILLED - BLOCKS))), prompt):
+    for run in (BlockRun(prompt.shard_key, random.bytes(SIGNATURE_BYTES * (FILLED - BLOCKS))), prompt):
         made.tick()
         made.insert_run(run, SPACE, "host")
     return made

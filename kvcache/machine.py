@@ -56,8 +56,8 @@ def _cgroups(root: Path) -> Iterator[tuple[int, int]]:
         else:
             continue
         # In a container the path may be the host's and missing here; the mount's top is then this process's cgroup.
-        place = top / inner.lstrip("/")
-        for folder in (place, *place.parents):
+        directory = top / inner.lstrip("/")
+        for folder in (directory, *directory.parents):
             limit, used = _read_text(folder / names[0]).strip(), _read_text(folder / names[1]).strip()
             if limit.isdigit() and used.isdigit():
                 yield int(limit), max(0, int(used) - _statistic(folder / "memory.stat", names[2]))
@@ -113,12 +113,12 @@ def is_memory_backed(path: Path, root: Path = _ROOT) -> bool:
 
 def file_system(path: Path, root: Path = _ROOT) -> str:
     """Return the kind of the file system that would hold `path`: "ext4", "overlay"; "" where unknown."""
-    place = os.path.realpath(_nearest_existing(path))
+    directory = os.path.realpath(_nearest_existing(path))
     kind, longest = "", -1
     for line in _read_text(root / "proc/self/mounts").splitlines():
         _, mount, this, *_ = line.split(" ")
         mount = mount.replace("\\040", " ")
-        if os.path.commonpath((place, mount)) == mount and len(mount) >= longest:  # the last mount at a path counts
+        if os.path.commonpath((directory, mount)) == mount and len(mount) >= longest:  # the last mount at a path counts
             kind, longest = this, len(mount)
     return kind
 

@@ -45,14 +45,14 @@ def checkpoint_digest(directory: str | Path) -> str:
     Raises:
         ModelError: it has no `config.json` or `params.json`, or a file does not parse.
     """
-    place = Path(directory)
-    config = read_config(place) if (place / "config.json").exists() else {}
-    found: dict[str, Any] = {name: _json(place / name) for name in _SETTINGS if (place / name).is_file()}
+    folder = Path(directory)
+    config = read_config(folder) if (folder / "config.json").exists() else {}
+    found: dict[str, Any] = {name: _json(folder / name) for name in _SETTINGS if (folder / name).is_file()}
     if not config and "params.json" not in found:
-        raise ModelError(f"{place}: no config.json; expected the directory of a model")
-    found |= {file.name: _weight_map(file) for file in place.glob("*.index.json")}
+        raise ModelError(f"{folder}: no config.json; expected the directory of a model")
+    found |= {file.name: _weight_map(file) for file in folder.glob("*.index.json")}
     if "auto_map" in config:
-        found |= {file.name: sha256(file.read_bytes()).digest() for file in place.glob("*.py")}
+        found |= {file.name: sha256(file.read_bytes()).digest() for file in folder.glob("*.py")}
     return config_digest({"config.json": config, **found})
 
 

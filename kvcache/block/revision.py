@@ -65,8 +65,8 @@ def model_revision(path: str | Path, *, kinds: Sequence[str] = WEIGHT_SUFFIXES, 
     Raises:
         ModelError: there are no weights, or a file is damaged or changed while it was read.
     """
-    place = Path(path)
-    return _commit(place) + _digest(weight_files(place, kinds), read_every_byte)
+    folder = Path(path)
+    return _commit(folder) + _digest(weight_files(folder, kinds), read_every_byte)
 
 
 def adapter_revision(path: str | Path, *, read_every_byte: bool = False) -> str:
@@ -75,12 +75,12 @@ def adapter_revision(path: str | Path, *, read_every_byte: bool = False) -> str:
     Raises:
         ModelError: as for `model_revision`.
     """
-    place = Path(path)
-    files = [place] if place.is_file() else _files_with_suffix(place, _ADAPTER)
+    folder = Path(path)
+    files = [folder] if folder.is_file() else _files_with_suffix(folder, _ADAPTER)
     if not files:
-        raise ModelError(f"{place}: no weights; expected an adapter's folder with files that end in {_named(_ADAPTER)}")
-    config = (place if place.is_dir() else place.parent) / _ADAPTER_CONFIG
-    return _commit(place) + _digest([*files, *([config] if config.is_file() else [])], read_every_byte)
+        raise ModelError(f"{folder}: no weights; expected a folder with files that end in {_named(_ADAPTER)}")
+    config = (folder if folder.is_dir() else folder.parent) / _ADAPTER_CONFIG
+    return _commit(folder) + _digest([*files, *([config] if config.is_file() else [])], read_every_byte)
 
 
 def loader_kinds(load_format: str) -> tuple[str, ...]:
@@ -120,10 +120,10 @@ def _files_with_suffix(folder: Path, kinds: Sequence[str]) -> list[Path]:
     return sorted(files, key=lambda file: file.name.encode(errors="surrogateescape"))
 
 
-def _commit(place: Path) -> str:
-    for whole in (place.absolute(), place.resolve()):
-        for folder, name in pairwise(whole.parts):
-            if folder == "snapshots" and _COMMIT.fullmatch(name):
+def _commit(folder: Path) -> str:
+    for whole in (folder.absolute(), folder.resolve()):
+        for parent, name in pairwise(whole.parts):
+            if parent == "snapshots" and _COMMIT.fullmatch(name):
                 return f"{name}+"
     return ""
 
@@ -161,14 +161,14 @@ def _parts(file: Path, read_every_byte: bool) -> Iterator[bytes]:
             size = stream.seek(0, 2)
             header = _safetensors_header(stream, size, file) if file.suffix == ".safetensors" else b""
             yield pack("<Q", len(name)) + name + pack("<QQ", size, len(header)) + header
-            for offset in range(0, size, SAMPLE_BYTES) if read_every_byte else _places(size):
+            for offset in range(0, size, SAMPLE_BYTES) if read_every_byte else _sample_offsets(size):
                 stream.seek(offset)
                 yield stream.read(SAMPLE_BYTES)
     except OSError as error:
         raise ModelError(f"{file}: {error.strerror}; the weights must be readable to tell their revision") from None
 
 
-def _places(size: int) -> list[int]:
+def _sample_offsets(size: int) -> list[int]:
     """Return the offsets of the pieces: evenly spaced; the whole file where the pieces would cover it."""
     if size <= SAMPLES * SAMPLE_BYTES:
         return list(range(0, size, SAMPLE_BYTES))

@@ -43,7 +43,7 @@ class Zstd:
     def encode(self, payload: memoryview, layout: KVLayout, group: int, shard: Shard) -> memoryview:
         compress: Callable[..., bytes] = self._library.compress
         words = _words(payload, layout, group)
-        planes = [(words >> 8 * place).astype(np.uint8) for place in range(words.itemsize)]
+        planes = [(words >> 8 * byte).astype(np.uint8) for byte in range(words.itemsize)]
         frames = [compress(plane.data, options=self._options) for plane in planes]
         return memoryview(_lengths(words.itemsize).pack(*map(len, frames)) + b"".join(frames))
 
@@ -57,9 +57,9 @@ class Zstd:
             raise ValueError(f"{len(stored)} bytes stored: expected {form.size} and frames of {lengths}")
         at = form.size
         words[:] = 0
-        for place, length in enumerate(lengths):
+        for byte, length in enumerate(lengths):
             plane = self._plane(stored[at : at + length], words.size)
-            words |= plane.astype(words.dtype) << 8 * place
+            words |= plane.astype(words.dtype) << 8 * byte
             at += length
 
     def _plane(self, frame: memoryview, size: int) -> NDArray[np.uint8]:

@@ -40,9 +40,9 @@ class Coordination:
 
     def command(self, key: bytes, *words: bytes) -> Any:
         """Return the reply to a command about `key`; OSError where no server answers, or the server refuses."""
-        place = ""
+        target = ""
         for _ in range(_MAX_REDIRECTS):
-            (share,) = self._nodes.partition([key], None, [place])
+            (share,) = self._nodes.partition([key], None, [target])
             try:
                 reply = share.pool.run(partial(_send, words=words), None, asking=share.asking)
             except OSError:
@@ -52,7 +52,7 @@ class Coordination:
                 return reply
             if reply not in REDIRECT_REPLIES:
                 raise RefusedError(str(reply))
-            place = reply.place  # also for MOVED: the cluster's map is not read again for each key
+            target = reply.target  # also for MOVED: the cluster's map is not read again for each key
             if reply != "ASK":
                 self._nodes.mark_stale()
         raise RefusedError("moved")

@@ -33,13 +33,13 @@ class FragmentWalk:
         return prod(extent for extent, _, _ in self.axes)
 
     @cached_property
-    def places(self) -> NDArray[np.int64]:
+    def offsets(self) -> NDArray[np.int64]:
         """Offsets of each fragment in the page and in the payload, in bytes; shape (fragments, 2)."""
-        places = np.zeros((1, 2), np.int64)
+        offsets = np.zeros((1, 2), np.int64)
         for extent, *steps in self.axes:
             along = np.arange(extent, dtype=np.int64)[:, None] * np.array(steps, np.int64)
-            places = (places[:, None] + along[None]).reshape(-1, 2)
-        return places
+            offsets = (offsets[:, None] + along[None]).reshape(-1, 2)
+        return offsets
 
 
 def coalesce_axes(axes: Sequence[Axis], item_bytes: int) -> FragmentWalk:

@@ -178,7 +178,7 @@ def test_only_files_named_by_the_loader_are_read(tmp_path):
 
 
 def test_an_adapter_revision_covers_weights_and_settings(tmp_path):
-    with pytest.raises(ModelError, match="adapter's folder"):
+    with pytest.raises(ModelError, match="expected a folder"):
         adapter_revision(tmp_path)
     weights = safetensors(tmp_path / "adapter_model.safetensors", 100)
     config = tmp_path / "adapter_config.json"

@@ -318,11 +318,11 @@ def test_the_last_entry_of_a_slot_counts() -> None:
             ]
         )
     )
-    assert sorted(index.places.values()) == [1 << 32 | 0, 1 << 32 | 2]
-    assert {name[:1] for name in index.places} == {b"\x03", b"\x04"}
+    assert sorted(index.locations.values()) == [1 << 32 | 0, 1 << 32 | 2]
+    assert {name[:1] for name in index.locations} == {b"\x03", b"\x04"}
     (segment,) = index.allocator.segments.values()
     assert (segment.live, segment.quarantined, segment.free) == (2, 1, [3])
-    assert index.allocator.check(index.places.values()) == []
+    assert index.allocator.check(index.locations.values()) == []
     assert index.allocator.next_number == 3
 
 
@@ -360,10 +360,10 @@ def test_a_sync_mark_decides_the_safe_records(directory: Directory) -> None:
 def test_two_slots_of_one_record_leave_one() -> None:
     index = Index(Allocator(1 << 30, 1 << 20))
     index.load(STATE + entry(PUT, **{**RECORD, "slot": 1}))
-    assert len(index.places) == 1
+    assert len(index.locations) == 1
     (segment,) = index.allocator.segments.values()
     assert (segment.live, len(segment.free)) == (1, 3)
-    assert index.allocator.check(index.places.values()) == []
+    assert index.allocator.check(index.locations.values()) == []
 
 
 def test_a_loaded_state_is_written_unchanged() -> None:

@@ -73,12 +73,12 @@ def test_walks_visit_every_element_once(made: tuple[list[tuple[int, int, int]], 
     )
     flat = [number for axis in ours.axes for number in axis]
     assert theirs[: len(flat) + 3].tolist() == [*flat, ours.run, len(ours.axes), ours.fragments]
-    np.testing.assert_array_equal(ours.places, places)
+    np.testing.assert_array_equal(ours.offsets, places)
     elements = np.zeros((1, 2), np.int64)
     for extent, *steps in axes:
         elements = (elements[:, None] + np.arange(extent)[:, None] * np.array(steps)).reshape(-1, 2)
     within = np.arange(0, ours.run, item)[:, None]
-    visited = (ours.places[:, None] + within).reshape(-1, 2)
+    visited = (ours.offsets[:, None] + within).reshape(-1, 2)
     assert len(visited) == prod(extent for extent, _, _ in axes)
     assert sorted(visited.tolist()) == sorted(elements.tolist())
 

@@ -83,10 +83,10 @@ def run_checks(settings: Settings | None, refusal: str, model: Path | None) -> I
         yield from _guarded("storage", "check_bucket", settings)
     try:
         for path in settings.nvme.directories if settings.nvme.enabled else ():
-            with _scratch_directory(path) as place:
-                yield from _guarded("storage", "check_drive", settings, place, path)
-        with _scratch_directory(settings.nvme.directories[0] if settings.nvme.enabled else None) as place:
-            yield from _guarded("storage", "check_round_trip", settings, place)
+            with _scratch_directory(path) as directory:
+                yield from _guarded("storage", "check_drive", settings, directory, path)
+        with _scratch_directory(settings.nvme.directories[0] if settings.nvme.enabled else None) as directory:
+            yield from _guarded("storage", "check_round_trip", settings, directory)
     except OSError as error:
         remedy = "give this user a writable directory: nvme.path, or the system's temporary directory"
         yield fail("directory", str(error), remedy)

@@ -38,10 +38,10 @@ MIN_READ_BYTES_PER_S = 500 * MiB  # a second
 _REMOTE = ("nfs", "cifs", "smb", "fuse", "9p", "ceph", "lustre", "glusterfs")
 
 
-def check_drive(settings: Settings, place: Path, path: Path) -> Iterator[Finding]:
-    """Check the drive. `place` is an empty directory on the tier's file system, which the caller removes."""
-    yield drive_kind(file_system(place), is_memory_backed(place), path)
-    yield from drive_rates(LocalDisk(), SystemClock(), place, settings.nvme.min_free_bytes)
+def check_drive(settings: Settings, directory: Path, path: Path) -> Iterator[Finding]:
+    """Check the drive. `directory` is an empty directory on the tier's file system, which the caller removes."""
+    yield drive_kind(file_system(directory), is_memory_backed(directory), path)
+    yield from drive_rates(LocalDisk(), SystemClock(), directory, settings.nvme.min_free_bytes)
 
 
 def drive_kind(name: str, memory: bool, path: Path) -> Finding:
@@ -59,15 +59,15 @@ def drive_kind(name: str, memory: bool, path: Path) -> Finding:
     return ok("drive", found)
 
 
-def drive_rates(disk: Disk, clock: Clock, place: Path, floor_bytes: int) -> Iterator[Finding]:
+def drive_rates(disk: Disk, clock: Clock, directory: Path, floor_bytes: int) -> Iterator[Finding]:
     """Check O_DIRECT, then the rates of writing and reading one file."""
-    room = disk.free_bytes(str(place)) - floor_bytes
+    room = disk.free_bytes(str(directory)) - floor_bytes
     total = min(MAX_TEST_BYTES, room // 2) // IO_BYTES * IO_BYTES
     if total < MIN_TEST_BYTES:
         found = f"{show_bytes(max(0, room))} are free beyond nvme.min_free_bytes"
         yield fail("drive rate", found, "free some space, or set nvme.path to another drive")
         return
-    path = str(place / "rate")
+    path = str(directory / "rate")
     file = disk.open(path, create=True, direct=True)
     try:
         if file.direct:
@@ -191,9 +191,9 @@ TRANSFER_TIMEOUT_S = 30.0
 BlockArray = np.ndarray[tuple[int, ...], np.dtype[np.uint16]]
 
 
-def check_round_trip(settings: Settings, place: Path) -> Iterator[Finding]:
-    """Check a small separate cache in `place`, opened twice: the second time only the durable tiers have the blocks."""
-    small = _settings(settings, place)
+def check_round_trip(settings: Settings, directory: Path) -> Iterator[Finding]:
+    """Check a small separate cache, opened twice in `directory`: the second time only durable tiers have the blocks."""
+    small = _settings(settings, directory)
     given = np.random.default_rng().integers(0, 1 << 16, _shape(), np.uint16)
     with closing(Cache(small)) as cache:
         yield _store(cache, given)
@@ -217,11 +217,11 @@ def _flush(cache: Cache) -> Iterator[Finding]:
     yield fail("flush", found, "the drive hangs, fails, is full or is very slow; see the system's log")
 
 
-def _settings(settings: Settings, place: Path) -> Settings:
+def _settings(settings: Settings, directory: Path) -> Settings:
     lossless = not codec(settings.nvme.codec).error_bound  # ConfigError where its library is missing
     nvme = {
         "enabled": settings.nvme.enabled,
-        "path": place / "nvme",
+        "path": directory / "nvme",
         "capacity_bytes": 64 * MiB,
         "codec": settings.nvme.codec if lossless else "raw",
         "durability": settings.nvme.durability,

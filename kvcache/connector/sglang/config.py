@@ -118,8 +118,8 @@ def identify_model(served: Any, name: str | None, options: Options) -> ModelIden
     A path is named by its last part, since the revision identifies the weights. A name on the hub is kept.
     """
     path = str(getattr(served, "model_path", None) or name or "")
-    place = _model_directory(path, getattr(served, "revision", None), getattr(served, "download_dir", None))
-    if options.revision is None and place is None:
+    folder = _model_directory(path, getattr(served, "revision", None), getattr(served, "download_dir", None))
+    if options.revision is None and folder is None:
         raise ModelError(
             f"model {path!r}: no file or directory, and not in the hub's cache; its weights have no identity; "
             'give "revision" under "kvcache" in the extra configuration'
@@ -129,16 +129,16 @@ def identify_model(served: Any, name: str | None, options: Options) -> ModelIden
     whole = load_identity(options.where, options.settings).read_every_byte
     given = _overrides(served, whole)
     if options.share_across_engines:
-        if place is None or not place.is_dir():
+        if folder is None or not folder.is_dir():
             raise ModelError(f"model {path!r}: share_across_engines compares configurations; give its directory")
         given.pop("kv_cache_dtype", None)  # the layout has it
         if given.get("load_format") == "safetensors":
             given.pop("load_format")
-        if "quantization_config" in engine_facts(place):
+        if "quantization_config" in engine_facts(folder):
             given.pop("quantization", None)  # SGLang found it there
         dtype = given.pop("dtype", None)
         same = shared_identity(
-            place,
+            folder,
             model=options.model,
             revision=options.revision,
             changed=given,
@@ -147,8 +147,8 @@ def identify_model(served: Any, name: str | None, options: Options) -> ModelIden
             read_every_byte=whole,
         )
         return ModelIdentity(same.model, same.revision, same.facts, shared=True)
-    revision = options.revision or model_revision(place or path, kinds=kinds, read_every_byte=whole)
-    directory = place if place is not None and place.is_dir() else None
+    revision = options.revision or model_revision(folder or path, kinds=kinds, read_every_byte=whole)
+    directory = folder if folder is not None and folder.is_dir() else None
     facts: dict[str, Any] = {
         "identity": PAGE_CHAIN_ID,
         "engine": "sglang",
@@ -200,10 +200,10 @@ def _adapters(told: Any, whole: bool) -> dict[str, str]:
 
 
 def _adapter(name: str, path: str) -> Path:
-    place = Path(path) if Path(path).exists() else _cached(path, "adapter_config.json")
-    if place is None:
+    folder = Path(path) if Path(path).exists() else _cached(path, "adapter_config.json")
+    if folder is None:
         raise ModelError(f"adapter {name}: {path} is not on this machine; give its folder")
-    return place
+    return folder
 
 
 def _config_facts(snapshot: Path) -> dict[str, Any]:

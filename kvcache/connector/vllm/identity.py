@@ -39,8 +39,8 @@ def model_name_and_revision(config: Any, options: Options) -> tuple[str, str]:
     model = config.model_config.model
     if options.revision:
         return _named(model, options), options.revision
-    place, kinds = weights_path(config), loader_kinds(load_format(config))
-    return _named(model, options), model_revision(place, kinds=kinds, read_every_byte=read_every_byte(options))
+    folder, kinds = weights_path(config), loader_kinds(load_format(config))
+    return _named(model, options), model_revision(folder, kinds=kinds, read_every_byte=read_every_byte(options))
 
 
 def resolve_revision(model: str, options: Options | TierOptions, engine_id: str) -> tuple[str, str]:
@@ -52,10 +52,10 @@ def resolve_revision(model: str, options: Options | TierOptions, engine_id: str)
     if options.revision:
         return _named(model, options), options.revision
     try:
-        place = local_snapshot(model)
-        if not Path(model).exists() and len(list(Path(place).parent.iterdir())) > 1:
+        folder = local_snapshot(model)
+        if not Path(model).exists() and len(list(Path(folder).parent.iterdir())) > 1:
             raise ModelError(f"{model}: the hub's cache has several snapshots of it, and vLLM does not name one")
-        return _named(model, options), model_revision(place, read_every_byte=read_every_byte(options))
+        return _named(model, options), model_revision(folder, read_every_byte=read_every_byte(options))
     except ModelError as error:
         raise ModelError(f"engine {engine_id}: {error}; {_REVISION_HINT}") from None
 
@@ -67,8 +67,8 @@ def _named(model: str, options: Options | TierOptions) -> str:
 def checkpoint_of(model: str) -> str:
     """Return the digest of the files beside the weights, for a tier; "" where this machine has none."""
     try:
-        place = Path(local_snapshot(model))
-        return checkpoint_digest(place) if place.is_dir() else ""
+        folder = Path(local_snapshot(model))
+        return checkpoint_digest(folder) if folder.is_dir() else ""
     except ModelError:
         return ""
 
@@ -151,10 +151,10 @@ def _checkpoint(config: Any) -> str:
     """Return the digest of the checkpoint's files, or of the configuration that vLLM made where there are no files."""
     model = config.model_config
     try:
-        place = Path(getattr(model, "hf_config_path", None) or weights_path(config))
+        folder = Path(getattr(model, "hf_config_path", None) or weights_path(config))
     except ModelError:  # `revision` names the weights
         return config_digest(model.hf_config)
-    return checkpoint_digest(place) if place.is_dir() else config_digest(model.hf_config)
+    return checkpoint_digest(folder) if folder.is_dir() else config_digest(model.hf_config)
 
 
 def model_overrides(config: Any) -> dict[str, Any]:

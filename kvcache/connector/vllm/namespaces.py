@@ -71,13 +71,13 @@ def share_model(config: Any, options: Options, mine: ModelIdentity) -> ModelIden
         LayoutError: no other engine can read its blocks (vLLM packs them on a CPU).
         ModelError: its configuration is not on this machine.
     """
-    layout, place = shared_layout(mine.layout), weights_path(config)
+    layout, folder = shared_layout(mine.layout), weights_path(config)
     dtype = getattr(config.model_config, "dtype", None)
     same = shared_identity(
-        place,
+        folder,
         model=options.model,
         revision=options.revision,
-        changed=_config_overrides(config, place),
+        changed=_config_overrides(config, folder),
         dtype=None if dtype is None else str(dtype).removeprefix("torch."),
         kinds=WEIGHT_SUFFIXES if options.revision else loader_kinds(load_format(config)),
         read_every_byte=read_every_byte(options),
@@ -85,9 +85,9 @@ def share_model(config: Any, options: Options, mine: ModelIdentity) -> ModelIden
     return ModelIdentity(same.model, same.revision, same.facts, layout, mine.shards, mine.vllm_groups)
 
 
-def _config_overrides(config: Any, place: str) -> Mapping[str, Any]:
+def _config_overrides(config: Any, folder: str) -> Mapping[str, Any]:
     """Return vLLM's options that change what the model's files say."""
-    model, file_facts = config.model_config, engine_facts(place)
+    model, file_facts = config.model_config, engine_facts(folder)
     overrides = {
         **model_overrides(config),
         "quantization": None if "quantization_config" in file_facts else model.quantization,

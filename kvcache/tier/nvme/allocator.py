@@ -213,15 +213,15 @@ class Allocator:
         """Return the inconsistencies of the slots.
 
         Args:
-            live: the places that the index knows, each `segment << 32 | slot`.
+            live: the locations in the index, each `segment << 32 | slot`.
         """
-        places: dict[int, set[int]] = {}
-        for place in live:
-            places.setdefault(place >> 32, set()).add(place & 0xFFFFFFFF)
+        slots_by_segment: dict[int, set[int]] = {}
+        for location in live:
+            slots_by_segment.setdefault(location >> 32, set()).add(location & 0xFFFFFFFF)
         faults = []
         for s in self.segments.values():
             kinds = s.columns()["kind"].tolist()
-            named = places.get(s.number, set())
+            named = slots_by_segment.get(s.number, set())
             filled = {i for i, kind in enumerate(kinds) if kind == PUT}
             held = {i for i, kind in enumerate(kinds) if kind != FREE}
             if filled != named:
@@ -232,7 +232,7 @@ class Allocator:
                 faults.append(f"nvme: segment {s.number}: a slot is free twice, or free and in use")
             if (s.live, s.quarantined) != (len(filled), len(held) - len(filled)):
                 faults.append(f"nvme: segment {s.number}: counts {s.live} records, {len(filled)} are there")
-        unknown = places.keys() - self.segments.keys()
+        unknown = slots_by_segment.keys() - self.segments.keys()
         faults += [f"nvme: records in segment {number}, which does not exist" for number in sorted(unknown)]
         for size_class in self.size_classes.values():
             free = sum(len(s.free) for s in size_class.segments.values())

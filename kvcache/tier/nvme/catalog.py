@@ -134,7 +134,7 @@ class Catalog:
                 for record, address in zip(found, addresses, strict=True)
             ]
 
-    def publish(self, places: Sequence[SlotIO], *, synced: bool) -> list[bool]:
+    def publish(self, slot_ios: Sequence[SlotIO], *, synced: bool) -> list[bool]:
         """Record in the journal and the index that these allocated slots hold their records.
 
         Args:
@@ -149,12 +149,12 @@ class Catalog:
         """
         with self.journal_lock:
             with self.memory:
-                good, names = [], set(self.index.places.keys() & {p.name for p in places})
-                for place in places:
-                    sure = not synced or place.segment.failures == place.failures
-                    good.append(sure and not place.segment.retired and place.name not in names)
-                    names.add(place.name)
-                published = [place for place, taken in zip(places, good, strict=True) if taken]
+                good, names = [], set(self.index.locations.keys() & {p.name for p in slot_ios})
+                for slot_io in slot_ios:
+                    sure = not synced or slot_io.segment.failures == slot_io.failures
+                    good.append(sure and not slot_io.segment.retired and slot_io.name not in names)
+                    names.add(slot_io.name)
+                published = [slot_io for slot_io, taken in zip(slot_ios, good, strict=True) if taken]
                 entries = self.index.entries(published)
             if not published:
                 return good
@@ -163,12 +163,12 @@ class Catalog:
                 self.index.insert(published)
                 if not self.dirty_bytes:
                     self.oldest_dirty_s = self._clock.now()
-                for place in published:
-                    self.dirty_bytes += place.record_bytes
+                for slot_io in published:
+                    self.dirty_bytes += slot_io.record_bytes
                     if self._tracks_syncs and not synced:
-                        segment = place.segment
-                        (segment.unsynced_slots if segment.failures == place.failures else segment.rewrite_slots).add(
-                            place.slot
+                        segment = slot_io.segment
+                        (segment.unsynced_slots if segment.failures == slot_io.failures else segment.rewrite_slots).add(
+                            slot_io.slot
                         )
                         self.dirty[segment] = None
         return good
@@ -298,9 +298,9 @@ class Catalog:
                 self.files.clear(segment)
         return made
 
-    def release(self, place: SlotIO) -> None:
+    def release(self, slot_io: SlotIO) -> None:
         with self.memory:
-            self.allocator.release(place.segment, place.slot)
+            self.allocator.release(slot_io.segment, slot_io.slot)
 
     def drop_segment_records(self, segment: Segment) -> None:
         """Drop the records of a segment whose file is missing."""

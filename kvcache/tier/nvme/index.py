@@ -47,17 +47,17 @@ More than this is only synced, since only a process with durability `none` ends 
 class Index:
     def __init__(self, allocator: Allocator) -> None:
         self.allocator = allocator
-        self.places: dict[bytes, int] = {}
+        self.locations: dict[bytes, int] = {}
         self.namespaces: dict[int, bytes] = {}  # by their number in entries
         self._numbers: dict[bytes, int] = {}
         self._next_number = 0
 
     def find(self, name: bytes) -> tuple[Segment, int, Entry] | None:
-        place = self.places.get(name)
-        if place is None:
+        location = self.locations.get(name)
+        if location is None:
             return None
-        segment = self.allocator.segments[place >> 32]
-        slot = place & 0xFFFFFFFF
+        segment = self.allocator.segments[location >> 32]
+        slot = location & 0xFFFFFFFF
         return segment, slot, segment.row(slot)
 
     def matches(self, entry: Entry, address: Address) -> bool:
@@ -73,43 +73,43 @@ class Index:
         namespace = self.namespaces[entry.namespace]
         return Address(namespace, entry.signature, parent, entry.group, Shard.unpack(entry.shard))
 
-    def entries(self, places: Sequence[SlotIO]) -> list[Entry]:
+    def entries(self, slot_ios: Sequence[SlotIO]) -> list[Entry]:
         """Return the entries that publish these records: new namespaces, then one put entry a record.
 
-        Also sets `entry` of each place.
+        Also sets `entry` of each.
         """
         new: dict[bytes, int] = {}
-        for place in places:
-            address = place.address
+        for slot_io in slot_ios:
+            address = slot_io.address
             number = self._numbers.get(address.namespace)
             if number is None:
                 number = new.setdefault(address.namespace, self._next_number + len(new))
-            place.entry = place.entry._replace(
+            slot_io.entry = slot_io.entry._replace(
                 group=address.group,
                 shard=address.shard.pack(),
                 namespace=number,
                 signature=address.signature,
                 parent=address.parent or UNKNOWN,
-                segment=place.segment.number,
-                slot=place.slot,
-                record_bytes=place.record_bytes,
+                segment=slot_io.segment.number,
+                slot=slot_io.slot,
+                record_bytes=slot_io.record_bytes,
             )
         named = [Entry(NAMESPACE, namespace=number, signature=namespace) for namespace, number in new.items()]
-        return named + [place.entry for place in places]
+        return named + [slot_io.entry for slot_io in slot_ios]
 
-    def insert(self, places: Sequence[SlotIO]) -> None:
+    def insert(self, slot_ios: Sequence[SlotIO]) -> None:
         """Make these records findable; the journal has their entries."""
-        for place in places:
-            if place.address.namespace not in self._numbers:
-                self._name(place.address.namespace, place.entry.namespace)
-            place.segment.fill(place.slot, place.entry.pack())
-            self.places[place.name] = place.segment.number << 32 | place.slot
+        for slot_io in slot_ios:
+            if slot_io.address.namespace not in self._numbers:
+                self._name(slot_io.address.namespace, slot_io.entry.namespace)
+            slot_io.segment.fill(slot_io.slot, slot_io.entry.pack())
+            self.locations[slot_io.name] = slot_io.segment.number << 32 | slot_io.slot
 
     def delete(self, name: bytes, *, quarantine: bool = False) -> Segment:
         """Remove a record; return its segment."""
-        place = self.places.pop(name)
-        segment = self.allocator.segments[place >> 32]
-        self.allocator.clear(segment, place & 0xFFFFFFFF, quarantine=quarantine)
+        location = self.locations.pop(name)
+        segment = self.allocator.segments[location >> 32]
+        self.allocator.clear(segment, location & 0xFFFFFFFF, quarantine=quarantine)
         return segment
 
     def _name(self, namespace: bytes, number: int) -> None:
@@ -142,17 +142,17 @@ class Index:
         for segment in segments.values():
             self.allocator.claim(segment)
             self.allocator.add(segment)
-        place = puts["segment"].astype(np.uint64) << np.uint64(32) | puts["slot"]
-        self.places = dict(zip(names(puts), place.tolist(), strict=True))
-        if len(self.places) != len(puts):
+        location = puts["segment"].astype(np.uint64) << np.uint64(32) | puts["slot"]
+        self.locations = dict(zip(names(puts), location.tolist(), strict=True))
+        if len(self.locations) != len(puts):
             self._drop_duplicate_names(puts)
 
     def _load_records(self, entries: NDArray[np.void], safe: int, segments: dict[int, Segment]) -> NDArray[np.void]:
         """Fill the rows of the segments; return the put entries that are valid."""
         kinds = entries["kind"]
         at = np.flatnonzero((kinds == PUT) | (kinds == REMOVE) | (kinds == QUARANTINE))
-        place = entries["segment"][at].astype(np.uint64) << np.uint64(32) | entries["slot"][at]
-        _, from_end = np.unique(place[::-1], return_index=True)
+        location = entries["segment"][at].astype(np.uint64) << np.uint64(32) | entries["slot"][at]
+        _, from_end = np.unique(location[::-1], return_index=True)
         at = at[len(at) - 1 - from_end]  # the last entry of each slot, ordered by segment and slot
         last = entries[at]
         named = np.isin(last["namespace"], list(self.namespaces))
@@ -174,16 +174,16 @@ class Index:
     def _drop_duplicate_names(self, puts: NDArray[np.void]) -> None:
         """Keep one of two slots with the same name, and free the others. Only damage causes this."""
         for name, row in zip(names(puts), puts, strict=True):
-            place = int(row["segment"]) << 32 | int(row["slot"])
-            if self.places[name] != place:
-                self.allocator.clear(self.allocator.segments[place >> 32], place & 0xFFFFFFFF)
+            location = int(row["segment"]) << 32 | int(row["slot"])
+            if self.locations[name] != location:
+                self.allocator.clear(self.allocator.segments[location >> 32], location & 0xFFFFFFFF)
 
     def drop_segment(self, segment: Segment) -> int:
         """Drop a segment and all its records after a restart; return how many there were."""
         rows = segment.columns()
         removed = names(rows[rows["kind"] == PUT])
         for name in removed:
-            del self.places[name]
+            del self.locations[name]
         self.allocator.retire(segment)
         return len(removed)
 

@@ -111,7 +111,7 @@ def inspect_record(catalog: Catalog, name: bytes) -> InspectedRecord | None:
 def inspect_all(catalog: Catalog) -> Iterator[InspectedRecord]:
     """Yield all records in the order of their slots on the drive."""
     with catalog.memory:
-        names = sorted(catalog.index.places, key=catalog.index.places.__getitem__)
+        names = sorted(catalog.index.locations, key=catalog.index.locations.__getitem__)
     for name in names:
         inspected = inspect_record(catalog, name)
         if inspected is not None:
@@ -162,8 +162,8 @@ def audit(catalog: Catalog, on_progress: Callable[[], object]) -> list[str]:
         with catalog.memory:
             faults = _audit_index(catalog)
         faults += _audit_journal(catalog) + _audit_files(catalog)
-        places = list(catalog.index.places)
-    for name in places:
+        names = list(catalog.index.locations)
+    for name in names:
         faults += _audit_record(catalog, name)
         on_progress()
     return faults
@@ -171,8 +171,8 @@ def audit(catalog: Catalog, on_progress: Callable[[], object]) -> list[str]:
 
 def _audit_index(catalog: Catalog) -> list[str]:
     index = catalog.index
-    faults = catalog.allocator.check(index.places.values())
-    for name in index.places:
+    faults = catalog.allocator.check(index.locations.values())
+    for name in index.locations:
         found = index.find(name)
         assert found is not None
         segment, slot, entry = found
@@ -188,10 +188,10 @@ def _audit_journal(catalog: Catalog) -> list[str]:
     replayed = Index(Allocator(catalog.allocator.capacity_bytes, catalog.allocator.segment_bytes))
     replayed.load(found.entries)
     faults = [f"nvme: {found.damaged} is damaged"] if found.damaged else []
-    for name in replayed.places.keys() ^ catalog.index.places.keys():
-        where = "the journal" if name in replayed.places else "the index"
+    for name in replayed.locations.keys() ^ catalog.index.locations.keys():
+        where = "the journal" if name in replayed.locations else "the index"
         faults.append(f"nvme: {name.hex()} is known to {where} alone")
-    for name in replayed.places.keys() & catalog.index.places.keys():
+    for name in replayed.locations.keys() & catalog.index.locations.keys():
         then, now = replayed.find(name), catalog.index.find(name)
         assert then is not None
         assert now is not None

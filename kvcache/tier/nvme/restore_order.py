@@ -63,15 +63,15 @@ def scan(found: Iterable[tuple[Address, bytes]]) -> Iterator[Address]:
 def _parents(entries: NDArray[np.void]) -> IntArray:
     """Return the position of each record's parent among the entries; -1 where it is not here."""
     signature, parent = _words(entries["signature"]), _words(entries["parent"])
-    places = [entries["namespace"].astype(np.uint64), entries["group"].astype(np.uint64)]
-    places.append(_words(entries["shard"])[:, 0])
-    mixed = places[0] * np.uint64(0x9E3779B97F4A7C15) ^ places[1] * np.uint64(0xC2B2AE3D27D4EB4F) ^ places[2]
+    columns = [entries["namespace"].astype(np.uint64), entries["group"].astype(np.uint64)]
+    columns.append(_words(entries["shard"])[:, 0])
+    mixed = columns[0] * np.uint64(0x9E3779B97F4A7C15) ^ columns[1] * np.uint64(0xC2B2AE3D27D4EB4F) ^ columns[2]
     own = signature[:, 0] ^ mixed
     order = np.argsort(own, kind="stable")
     found = order[np.minimum(np.searchsorted(own[order], parent[:, 0] ^ mixed), len(own) - 1)]
     same = (signature[found] == parent).all(axis=1)
-    for place in places:
-        same &= place[found] == place
+    for column in columns:
+        same &= column[found] == column
     return np.where(same, found, -1)
 
 

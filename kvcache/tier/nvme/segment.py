@@ -269,20 +269,20 @@ class SlotIO:
         self.name = self.address.name
 
 
-def coalesce(places: Iterable[SlotIO]) -> Iterator[list[SlotIO]]:
+def coalesce(slot_ios: Iterable[SlotIO]) -> Iterator[list[SlotIO]]:
     """Group the blocks into runs without a gap on the drive, of at most `MAX_IO_BYTES`."""
     stretch: list[SlotIO] = []
     size = 0
-    for place in sorted(places, key=lambda p: (p.segment.number, p.slot)):
+    for slot_io in sorted(slot_ios, key=lambda p: (p.segment.number, p.slot)):
         if stretch:
             last = stretch[-1]
-            adjacent = last.segment is place.segment and last.slot + 1 == place.slot
+            adjacent = last.segment is slot_io.segment and last.slot + 1 == slot_io.slot
             full = last.record_bytes == last.segment.slot_bytes
-            if not (adjacent and full and size + place.record_bytes <= MAX_IO_BYTES):
+            if not (adjacent and full and size + slot_io.record_bytes <= MAX_IO_BYTES):
                 yield stretch
                 stretch, size = [], 0
-        stretch.append(place)
-        size += place.record_bytes
+        stretch.append(slot_io)
+        size += slot_io.record_bytes
     if stretch:
         yield stretch
 

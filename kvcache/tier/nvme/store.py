@@ -118,7 +118,7 @@ class Store:
     # reading
 
     def read(self, batch: Batch, settle: Settle) -> None:
-        places = []
+        slot_ios = []
         for i, found in zip(batch.blocks, self.catalog.find_all(batch.block_addresses, use=True), strict=True):
             if found is None:
                 settle(i, Outcome.NOT_FOUND, "")
@@ -129,13 +129,13 @@ class Store:
                 self.catalog.files.close_file(segment)
                 settle(i, Outcome.FAILED, "length")
                 continue
-            places.append(SlotIO(i, batch.addresses[i], pieces, segment, slot, entry.record_bytes, entry))
-        for run in coalesce(places):
+            slot_ios.append(SlotIO(i, batch.addresses[i], pieces, segment, slot, entry.record_bytes, entry))
+        for run in coalesce(slot_ios):
             faults = self._fetch(run)
             with self._checking:
                 faults = [_verify_record(p, batch.segments[p.i], fault) for p, fault in zip(run, faults, strict=True)]
-            for place, fault in zip(run, faults, strict=True):
-                settle(place.i, *self._classify(place, fault))
+            for slot_io, fault in zip(run, faults, strict=True):
+                settle(slot_io.i, *self._classify(slot_io, fault))
 
     def _fetch(self, run: Sequence[SlotIO]) -> Sequence[ReadFault]:
         """Read neighbouring records with one call; return the device's fault of each, before verification."""
@@ -152,37 +152,37 @@ class Store:
     def _fill(self, file: File, run: Sequence[SlotIO]) -> list[ReadFault]:
         first = run[0]
         try:
-            got = first.segment.read(file, first.slot, [piece for place in run for piece in place.pieces])
+            got = first.segment.read(file, first.slot, [piece for slot_io in run for piece in slot_io.pieces])
         except OSError as error:
             if len(run) == 1:
                 return [error]
             # the other records of the run may be sound
-            return [fault for place in run for fault in self._fill(file, [place])]
+            return [fault for slot_io in run for fault in self._fill(file, [slot_io])]
         faults: list[ReadFault] = []
-        for place in run:
-            short = got < place.record_bytes
-            faults.append(RecordError("short", f"{got} bytes of {place.record_bytes}") if short else None)
-            got = max(0, got - place.record_bytes)
+        for slot_io in run:
+            short = got < slot_io.record_bytes
+            faults.append(RecordError("short", f"{got} bytes of {slot_io.record_bytes}") if short else None)
+            got = max(0, got - slot_io.record_bytes)
         return faults
 
-    def _classify(self, place: SlotIO, fault: ReadFault) -> Result:
+    def _classify(self, slot_io: SlotIO, fault: ReadFault) -> Result:
         if fault is None:
             return Outcome.DONE, ""
         if isinstance(fault, RecordError):
-            return self._distrust(place, fault)
+            return self._distrust(slot_io, fault)
         if isinstance(fault, FileNotFoundError):
             return Outcome.NOT_FOUND, "segment"
         self.counters.add("read_errors")
         return Outcome.FAILED, _errno_name(fault)
 
-    def _distrust(self, place: SlotIO, error: RecordError) -> Result:
+    def _distrust(self, slot_io: SlotIO, error: RecordError) -> Result:
         """Remove a record that failed a check, unless it is incompatible or was replaced since the read."""
         if error.foreign:
             self.counters.add("foreign")
             return Outcome.INCOMPATIBLE, error.check
         bad = error.check not in _IDENTITY
-        is_durable = place.segment.is_durable(place.slot)
-        if not any(self.catalog.unpublish([(place.address, place.entry)], quarantine=bad, insist=True)):
+        is_durable = slot_io.segment.is_durable(slot_io.slot)
+        if not any(self.catalog.unpublish([(slot_io.address, slot_io.entry)], quarantine=bad, insist=True)):
             return Outcome.NOT_FOUND, ""
         self.counters.add("damaged")
         self.counters.add(f"damaged_{error.check}")
@@ -238,7 +238,7 @@ class Store:
 
     def _allocate_slots(self, batch: Batch, new: Sequence[tuple[int, Header]], settle: Settle) -> list[SlotIO]:
         """Allocate a slot for each record, and settle those for which there is no capacity."""
-        places: list[SlotIO] = []
+        slot_ios: list[SlotIO] = []
         for size, group in groupby(new, lambda pair: batch.size_bytes(pair[0])):
             removed, result = list(group), (Outcome.NO_CAPACITY, "")
             while removed:
@@ -253,18 +253,18 @@ class Store:
                 segment, slots = taken
                 for slot, (i, header) in zip(slots, removed, strict=False):
                     pieces, entry = flatten(batch.segments[i], size), put_entry(header)
-                    places.append(SlotIO(i, batch.addresses[i], pieces, segment, slot, size, entry, segment.failures))
+                    slot_ios.append(SlotIO(i, batch.addresses[i], pieces, segment, slot, size, entry, segment.failures))
                 del removed[: len(slots)]
-        return places
+        return slot_ios
 
-    def _put(self, places: Sequence[SlotIO], settle: Settle) -> list[SlotIO]:
+    def _put(self, slot_ios: Sequence[SlotIO], settle: Settle) -> list[SlotIO]:
         """Write the payloads; return the slots that were written."""
         written: list[SlotIO] = []
-        for run in coalesce(places):
+        for run in coalesce(slot_ios):
             segment = run[0].segment
             try:
                 with self.catalog.files.open_file(segment, len(run)) as file:
-                    segment.write(file, run[0].slot, [piece for place in run for piece in place.pieces])
+                    segment.write(file, run[0].slot, [piece for slot_io in run for piece in slot_io.pieces])
                 written += run
             except OSError as error:
                 if isinstance(error, FileNotFoundError):
@@ -272,10 +272,10 @@ class Store:
                 self._fail_writes(run, error, settle)
         if self.durability != "block":
             return written
-        segments = dict.fromkeys(place.segment for place in written)
+        segments = dict.fromkeys(slot_io.segment for slot_io in written)
         unsafe = [segment for segment in segments if not self.barrier.sync_payloads(segment)]
-        self._fail_writes([place for place in written if place.segment in unsafe], _UNSAFE, settle)
-        return [place for place in written if place.segment not in unsafe]
+        self._fail_writes([slot_io for slot_io in written if slot_io.segment in unsafe], _UNSAFE, settle)
+        return [slot_io for slot_io in written if slot_io.segment not in unsafe]
 
     def _publish(self, written: Sequence[SlotIO], settle: Settle) -> None:
         if not written:
@@ -286,29 +286,29 @@ class Store:
         except OSError as error:
             self._fail_writes(written, error, settle)
             return
-        for place in (place for place, taken in zip(written, good, strict=True) if not taken):
-            self.catalog.release(place)
-            (same,) = self.catalog.names_taken([place.address])
-            settle(place.i, *((Outcome.FAILED, "segment") if same is None else self._already_stored(same)))
-        published = [place for place, taken in zip(written, good, strict=True) if taken]
+        for slot_io in (slot_io for slot_io, taken in zip(written, good, strict=True) if not taken):
+            self.catalog.release(slot_io)
+            (same,) = self.catalog.names_taken([slot_io.address])
+            settle(slot_io.i, *((Outcome.FAILED, "segment") if same is None else self._already_stored(same)))
+        published = [slot_io for slot_io, taken in zip(written, good, strict=True) if taken]
         # a write that failed its durability promise is withdrawn
         if synced and published and not self.barrier.commit():
-            self.catalog.unpublish([(place.address, place.entry) for place in published], insist=True)
+            self.catalog.unpublish([(slot_io.address, slot_io.entry) for slot_io in published], insist=True)
             result = self._failed(_UNSAFE)
-            for place in published:
-                settle(place.i, *result)
+            for slot_io in published:
+                settle(slot_io.i, *result)
             return
         self._breaker.record_success()
-        for place in published:
-            settle(place.i, Outcome.DONE, "")
+        for slot_io in published:
+            settle(slot_io.i, Outcome.DONE, "")
 
-    def _fail_writes(self, places: Sequence[SlotIO], error: OSError, settle: Settle) -> None:
-        if not places:
+    def _fail_writes(self, slot_ios: Sequence[SlotIO], error: OSError, settle: Settle) -> None:
+        if not slot_ios:
             return
         result = self._failed(error)
-        for place in places:
-            self.catalog.release(place)
-            settle(place.i, *result)
+        for slot_io in slot_ios:
+            self.catalog.release(slot_io)
+            settle(slot_io.i, *result)
 
     def _failed(self, error: OSError) -> Result:
         """Count a write error, and return its result."""
@@ -356,11 +356,11 @@ class Store:
         return safe
 
 
-def _verify_record(place: SlotIO, segments: Segments, fault: ReadFault) -> ReadFault:
+def _verify_record(slot_io: SlotIO, segments: Segments, fault: ReadFault) -> ReadFault:
     """Verify a record that was read; return its fault, None where it is sound."""
     if fault is None:
         try:
-            verify(segments[0], segments[1:], place.address)
+            verify(segments[0], segments[1:], slot_io.address)
         except RecordError as error:
             return error
     return fault

@@ -217,7 +217,7 @@ class NvmeTier(QueuedTier):
     def duplicates_of(self, other: NvmeTier) -> list[Address]:
         """Return this tier's records whose names the other tier holds as well."""
         mine, theirs = self._store.catalog.index, other._store.catalog.index
-        found = [mine.find(name) for name in mine.places.keys() & theirs.places.keys()]
+        found = [mine.find(name) for name in mine.locations.keys() & theirs.locations.keys()]
         return [mine.address(record[2]) for record in found if record is not None]
 
     def on_loss(self, tell: Callable[[Address], object]) -> None:
@@ -312,7 +312,7 @@ class NvmeTier(QueuedTier):
     def usage(self) -> Usage:
         catalog = self._store.catalog
         with catalog.memory:
-            return Usage(len(catalog.index.places), catalog.allocator.used_bytes(), catalog.allocator.capacity_bytes)
+            return Usage(len(catalog.index.locations), catalog.allocator.used_bytes(), catalog.allocator.capacity_bytes)
 
     def usage_by_namespace(self) -> dict[bytes, tuple[int, int]]:
         return usage_by_namespace(self.catalog)

@@ -1,7 +1,7 @@
 """Object names in a store. See `docs/spec/object.md`.
 
-PREFIX/o1r1/NAMESPACE/PLACE/FIRST              a pack: records from the block of this signature on
-PREFIX/o1r1/NAMESPACE/PLACE/FIRST.WRITE        another pack that begins with the same block
+PREFIX/o1r1/NAMESPACE/SHARD/FIRST              a pack: records from the block of this signature on
+PREFIX/o1r1/NAMESPACE/SHARD/FIRST.WRITE        another pack that begins with the same block
 PREFIX/o1r1/NAMESPACE/catalogue                the manifest copy: tables of many packs
 PREFIX/o1r1/NAMESPACE/owner                    the owner of the namespace
 """
@@ -49,16 +49,16 @@ class ObjectNames:
     def manifest(self, namespace: bytes) -> str:
         return f"{self.namespace(namespace)}/{MANIFEST}"
 
-    def pack(self, place: PackLocation, first: bytes, *, other: bool = False) -> str:
+    def pack(self, location: PackLocation, first: bytes, *, other: bool = False) -> str:
         """Return the name of the pack that begins with this block; `other` adds a random suffix."""
-        shard = place.shard
-        part = f"{place.group}-{shard.first_layer}-{shard.end_layer}-{shard.first_head}-{shard.end_head}"
+        shard = location.shard
+        part = f"{location.group}-{shard.first_layer}-{shard.end_layer}-{shard.first_head}-{shard.end_head}"
         end = f".{secrets.token_hex(8)}" if other else ""
-        return f"{self.namespace(place.namespace)}/{part}/{first.hex()}{end}"
+        return f"{self.namespace(location.namespace)}/{part}/{first.hex()}{end}"
 
-    def is_path_of(self, path: str, place: PackLocation, first: bytes) -> bool:
-        """Return whether this is a valid path for a pack of this place that begins with this block."""
-        name = self.pack(place, first)
+    def is_path_of(self, path: str, location: PackLocation, first: bytes) -> bool:
+        """Return whether this is a valid path for a pack of this location that begins with this block."""
+        name = self.pack(location, first)
         return path == name or path.startswith(f"{name}.")
 
     def namespace_of(self, path: str) -> bytes | None:

@@ -70,8 +70,8 @@ class PackTables:
         except RecordError as error:
             self.counters.add("foreign" if error.foreign else "damaged")
             return None
-        place = PackLocation(table.namespace, table.group, table.shard)
-        if not self.names.is_path_of(path, place, table.rows[0].signature):
+        location = PackLocation(table.namespace, table.group, table.shard)
+        if not self.names.is_path_of(path, location, table.rows[0].signature):
             self.counters.add("foreign")
             return None
         return table

@@ -37,12 +37,12 @@ class ServerBatch(NamedTuple):
 
 class Topology(Protocol):
     def partition(
-        self, names: Sequence[bytes], deadline: float | None, places: Sequence[str] = ()
+        self, names: Sequence[bytes], deadline: float | None, targets: Sequence[str] = ()
     ) -> Sequence[ServerBatch]:
         """Divide keys by the server that owns them.
 
         Args:
-            places: For each key the HOST:PORT that it migrates to, or "".
+            targets: For each key the HOST:PORT that it migrates to, or "".
 
         Raises:
             OSError: The owners could not be read in time.
@@ -64,7 +64,7 @@ class SingleServer:
         self._pool = pool
 
     def partition(
-        self, names: Sequence[object], deadline: float | None, places: Sequence[str] = ()
+        self, names: Sequence[object], deadline: float | None, targets: Sequence[str] = ()
     ) -> Sequence[ServerBatch]:
         return [ServerBatch(self._pool, range(len(names)))]
 
@@ -98,26 +98,26 @@ class ClusterTopology:
         self._closed = False
 
     def partition(
-        self, names: Sequence[bytes], deadline: float | None, places: Sequence[str] = ()
+        self, names: Sequence[bytes], deadline: float | None, targets: Sequence[str] = ()
     ) -> Sequence[ServerBatch]:
         if self._is_stale:
             self._look(deadline)
         results: dict[tuple[ConnectionPool, bool], list[int]] = {}
         owners = self._owners
         for i, name in enumerate(names):
-            owner = self._at(places[i]) if places and places[i] else owners[key_slot(name)]
+            owner = self._at(targets[i]) if targets and targets[i] else owners[key_slot(name)]
             if owner is None:  # no server owns this slot: any server reports that
                 owner = next(iter(self._pools.values()), None)
             if owner is None:
                 raise RefusedError("cluster")
-            results.setdefault((owner, bool(places and places[i])), []).append(i)
+            results.setdefault((owner, bool(targets and targets[i])), []).append(i)
         # a failing server may use up the deadline, so the others run first
         shares = [ServerBatch(pool, keys, asking) for (pool, asking), keys in results.items()]
         return sorted(shares, key=lambda share: share.pool.breaker.failing())
 
-    def _at(self, place: str) -> ConnectionPool | None:
+    def _at(self, target: str) -> ConnectionPool | None:
         """Return the pool of the server that a redirection names as HOST:PORT."""
-        host, _, port = place.rpartition(":")
+        host, _, port = target.rpartition(":")
         where = host, int(port) if port.isdigit() else 0
         with self._lock:
             pool = self._pools.get(where) or self._redirect_pools.get(where)

@@ -108,15 +108,15 @@ class PrefixLookup:
         heads = self._ask(names, deadline)
         moved = [i for i, head in enumerate(heads) if isinstance(head, ErrorReply) and head in REDIRECT_REPLIES]
         if moved:
-            places = [head.place for i in moved if isinstance(head := heads[i], ErrorReply)]
-            redirected = self._ask([names[i] for i in moved], deadline, places)
+            targets = [head.target for i in moved if isinstance(head := heads[i], ErrorReply)]
+            redirected = self._ask([names[i] for i in moved], deadline, targets)
             for i, head in zip(moved, redirected, strict=True):
                 heads[i] = head
         return heads
 
-    def _ask(self, names: Sequence[bytes], deadline: float | None, places: Sequence[str] = ()) -> list[Head]:
+    def _ask(self, names: Sequence[bytes], deadline: float | None, targets: Sequence[str] = ()) -> list[Head]:
         heads: list[Head] = [b""] * len(names)
-        for pool, mine, asking in self._nodes.partition(names, deadline, places):
+        for pool, mine, asking in self._nodes.partition(names, deadline, targets):
             head_cache = self._head_caches.get(pool)
             if head_cache is None:
                 known = set(self._nodes.pools())

@@ -107,7 +107,7 @@ class Completion:
 
     Args:
         blocks: For each block of the share its number in the batch's ticket; None where they are equal.
-        follow: Keep a redirected block in `moved`, with the place that the server named or "", and do not settle it.
+        follow: Keep a redirected block in `moved`, with the target that the server named or "", and do not settle it.
 
     `has_stale_topology` is set by a redirection that shows the known slot map to be wrong.
     """
@@ -123,7 +123,7 @@ class Completion:
     def __call__(self, i: int, outcome: Outcome, check: str = "") -> None:
         block = i if self._blocks is None else self._blocks[i]
         if self._follow and check in REDIRECT_REPLIES:
-            self.moved[block] = check.place if isinstance(check, ErrorReply) else ""
+            self.moved[block] = check.target if isinstance(check, ErrorReply) else ""
             self.has_stale_topology = self.has_stale_topology or check != "ASK"
             return
         self._counters.add(self._names[outcome])

@@ -35,15 +35,15 @@ class ProtocolError(OSError):
 class ErrorReply(str):
     """The code of an error reply, the first word of its text: OOM, READONLY.
 
-    `place` is the HOST:PORT of a redirection, else empty.
+    `target` is the HOST:PORT of a redirection, else empty.
     """
 
-    __slots__ = ("place",)
-    place: str
+    __slots__ = ("target",)
+    target: str
 
-    def __new__(cls, code: str, place: str = "") -> ErrorReply:
+    def __new__(cls, code: str, target: str = "") -> ErrorReply:
         made = super().__new__(cls, code)
-        made.place = place
+        made.target = target
         return made
 
 

@@ -292,7 +292,7 @@ class CudaCopier:
         addresses: NDArray[np.int64],
         copy_stream: _CopyStream,
     ) -> None:
-        fragments = (the_plan.roots[:, None] + the_plan.walk.places[None]).reshape(-1, 2)
+        fragments = (the_plan.roots[:, None] + the_plan.walk.offsets[None]).reshape(-1, 2)
         starts = np.stack([np.asarray(page_ids, np.int64) * the_plan.page_step, addresses], axis=1)
         ends = (starts[:, None] + fragments[None]).reshape(-1, 2).astype(np.uint64)
         target, origin = (1, 0) if direction == "gather" else (0, 1)

@@ -62,9 +62,7 @@ def source(name: str) -> str:
 
     CuPy's cache is keyed by the text alone, so a change in a header on a path would go unnoticed.
     """
-    sources = next(
-        place for place in (_PACKAGE_DIR / "csrc", _PACKAGE_DIR.parent / "csrc") if (place / "cuda").is_dir()
-    )
+    sources = next(path for path in (_PACKAGE_DIR / "csrc", _PACKAGE_DIR.parent / "csrc") if (path / "cuda").is_dir())
     seen: set[Path] = set()
 
     def text(path: Path) -> str:
@@ -105,11 +103,11 @@ def launches(
         job["axes"][0, at] = (division(extent), page, payload)
     job["run"] = division(walk.run // wide)
     job["count"], job["vectors"] = len(walk.axes), vectors
-    places = block_places(page_ids, plan.page_step, payloads)
+    offsets = block_offsets(page_ids, plan.page_step, payloads)
     roots = plan.roots.astype(np.uint64).view(PAIR)[:, 0]
     along = min(most_blocks, -(-vectors // (THREADS * UNROLL)))
     for some in chunked(roots, MAX_ROOTS):
-        for these in chunked(places, MAX_BLOCKS):
+        for these in chunked(offsets, MAX_BLOCKS):
             one = job.copy()
             one["roots"], one["blocks"] = len(some), len(these)
             one["root"][0, : len(some)] = some
@@ -118,10 +116,10 @@ def launches(
             yield Launch(f"copy.cu:{direction}_{wide}", (along, among), one)
 
 
-def block_places(page_ids: Sequence[int], page_step: int, payloads: NDArray[np.int64]) -> NDArray[np.void]:
+def block_offsets(page_ids: Sequence[int], page_step: int, payloads: NDArray[np.int64]) -> NDArray[np.void]:
     """Return the `Block` struct of each block: its offset in the pages, and the address of its payload."""
-    places = np.stack([np.asarray(page_ids, np.int64) * page_step, payloads], axis=1)
-    return places.astype(np.uint64).view(PAIR)[:, 0]
+    offsets = np.stack([np.asarray(page_ids, np.int64) * page_step, payloads], axis=1)
+    return offsets.astype(np.uint64).view(PAIR)[:, 0]
 
 
 def chunked(array: NDArray[Any], most: int) -> Iterator[NDArray[Any]]:

@@ -27,7 +27,7 @@ from kvcache.transfer.cuda.kernels import (
     THREADS,
     Direction,
     Launch,
-    block_places,
+    block_offsets,
     chunked,
     division,
 )
@@ -112,7 +112,7 @@ class QuantisedPages:
         for name, step in zip(("layer", "either", "token", "head", "element"), steps, strict=True):
             job[name] = step
         addresses = np.ascontiguousarray(pages.bases, np.uint64).reshape(-1)
-        places = block_places(page_ids, pages.page_stride, payloads)
+        offsets = block_offsets(page_ids, pages.page_stride, payloads)
         there = gcd(pages.page_stride, *axes.page[2:4], *addresses.tolist())
         if there % axes.item_bytes:
             raise LayoutError(f"pages of {self.dtype} at multiples of {there} bytes: expected {axes.item_bytes}")
@@ -122,7 +122,7 @@ class QuantisedPages:
         verb = "quantise" if direction == "gather" else "restore"
         kernel = f"quantise.cu:{verb}_{self.format}_{self.dtype}_{'wide' if wide else 'one'}"
         for first, some in zip(range(0, len(addresses), MAX_ROOTS), chunked(addresses, MAX_ROOTS), strict=True):
-            for these in chunked(places, MAX_BLOCKS):
+            for these in chunked(offsets, MAX_BLOCKS):
                 one = job.copy()
                 one["roots"], one["first_root"], one["blocks"] = len(some), first, len(these)
                 one["root"][0, : len(some)] = some
