@@ -99,29 +99,29 @@ def matching(runs: int) -> list[Row]:
             own(capacity_bytes=size) as mine,
             kvcache.open(where) as theirs,
         ):
-            bound = [bind(mine, TINY), bind(theirs, TINY)]
-            for each in bound:
+            handle = [bind(mine, TINY), bind(theirs, TINY)]
+            for each in handle:
                 fill(each, ids)
-            times = [min(of) for of in zip(*(asked(bound, ids, blocks) for _ in range(runs)), strict=True)]
+            times = [min(of) for of in zip(*(asked(handle, ids, blocks) for _ in range(runs)), strict=True)]
         rows.append(Row(name, times[1], "ms", floor=times[0]))
     return rows
 
 
-def fill(bound: Any, ids: Any) -> None:
+def fill(handle: Any, ids: Any) -> None:
     """Store all of a prompt, in pages of which there are few."""
     tensors = np.zeros((1, 2, 64, 16, 1, 8), np.uint16)
     pages = [GroupPages.from_tensors(TINY, tensors, axes=("kv", "page", "token", "head", "dim"))]
-    with bound.request(deadline_s=60) as r:
+    with handle.request(deadline_s=60) as r:
         r.match(ids)
         count = len(r.signatures)
         if not r.store(pages, [[i % 64 for i in range(count)]]).wait(120) or r.match().blocks != count:
             raise SystemExit("a prompt was not stored")
 
 
-def asked(bounds: list[Any], ids: Any, blocks: int) -> list[float]:
+def asked(handles: list[Any], ids: Any, blocks: int) -> list[float]:
     times = []
-    for bound in bounds:
-        with bound.request() as r:
+    for handle in handles:
+        with handle.request() as r:
             begun = time.perf_counter()
             hit = r.match(ids)
             times.append(1000 * (time.perf_counter() - begun))
@@ -136,12 +136,12 @@ def asked(bounds: list[Any], ids: Any, blocks: int) -> list[float]:
 def moving(pool: Pool, runs: int) -> list[Row]:
     page_ids = [list(range(BLOCKS))]
     with daemon(KVCACHE_HOST__CAPACITY_BYTES=HOST) as where, own() as mine, kvcache.open(where) as theirs:
-        bounds = [bind(mine), bind(theirs)]
+        handles = [bind(mine), bind(theirs)]
         best: dict[str, list[float]] = {"store": [9e9, 9e9], "load": [9e9, 9e9]}
         for run in range(runs):
             tokens = np.arange(TOKENS) + run % 24 * 10_000  # those that come again were evicted, or are here: see below
-            for side, bound in enumerate(bounds):
-                with bound.request() as r:
+            for side, handle in enumerate(handles):
+                with handle.request() as r:
                     new = r.match(tokens).blocks == 0
                     took = timed_ms(lambda r=r: r.store(pool.pages, page_ids).wait(60))
                     if new and run >= 4:  # memory that was never touched is another matter
@@ -199,23 +199,23 @@ def client(where: str, pool: Pool, gate: Any, moved: Any, seconds: float) -> Non
     """What was said before the gate opens is not counted: the first load maps the memory."""
     tokens, page_ids, loads = np.arange(TOKENS), [list(range(BLOCKS))], 0
     with kvcache.open(where, patience_s=60.0) as cache:
-        bound = bind(cache)
-        with bound.request() as r:
+        handle = bind(cache)
+        with handle.request() as r:
             r.match(tokens)
             r.store(pool.pages, page_ids).wait(60)
-        once(bound, tokens, pool, page_ids)
+        once(handle, tokens, pool, page_ids)
         gate.wait(120)
         end = time.perf_counter() + seconds
         while time.perf_counter() < end:
-            once(bound, tokens, pool, page_ids)
+            once(handle, tokens, pool, page_ids)
             loads += 1
         with moved.get_lock():
             moved.value += loads
         gate.wait(120)
 
 
-def once(bound: Any, tokens: Any, pool: Pool, page_ids: list[list[int]]) -> None:
-    with bound.request(deadline_s=60) as r:
+def once(handle: Any, tokens: Any, pool: Pool, page_ids: list[list[int]]) -> None:
+    with handle.request(deadline_s=60) as r:
         hit = r.match(tokens)
         r.admit()
         transfer = r.load(hit.blocks, pool.pages, page_ids)
@@ -249,9 +249,9 @@ def holds() -> list[Row]:
 
 def hold(where: str, ids: Any, ready: Any) -> None:
     cache = kvcache.open(where)
-    bound = bind(cache, TINY)
-    fill(bound, ids)
-    r = bound.request()
+    handle = bind(cache, TINY)
+    fill(handle, ids)
+    r = handle.request()
     r.match(ids)
     r.admit()
     ready.set()
@@ -279,13 +279,13 @@ def whole(pool: Pool, requests: int) -> dict[str, float]:
     best = {"STORE": 9e9, "RETRIEVE": 9e9, "LOOKUP": 9e9}
     page_ids = [list(range(256))]
     with daemon(KVCACHE_HOST__CAPACITY_BYTES="2GiB") as where, kvcache.open(where) as cache:
-        bound = bind(cache)
+        handle = bind(cache)
         for turn in range(requests):
             tokens = (np.arange(4096) + turn * 100_000).tolist()
-            with bound.request(deadline_s=60) as r:
+            with handle.request(deadline_s=60) as r:
                 r.match(tokens)
                 best["STORE"] = min(best["STORE"], timed_ms(lambda r=r: r.store(pool.pages, page_ids).wait(120)))
-            with bound.request(deadline_s=60) as r:
+            with handle.request(deadline_s=60) as r:
                 best["LOOKUP"] = min(best["LOOKUP"], timed_ms(lambda r=r, tokens=tokens: r.match(tokens)))
                 r.admit()
                 best["RETRIEVE"] = min(best["RETRIEVE"], loaded_ms(r, pool, page_ids))

@@ -74,9 +74,9 @@ def stored_us(blocks: int, stores: int) -> float:
         control={"enabled": False},
         evict={"policy": "lru"},  # takes in whatever comes: `hazard` may keep what is there instead
     ) as cache:
-        bound = cache.namespace(SMALLEST, model="m", revision="r")
+        handle = cache.namespace(SMALLEST, model="m", revision="r")
         for i in range(blocks // BATCH + 1 + stores):
-            with bound.request() as r:
+            with handle.request() as r:
                 r.match(np.arange(i * tokens, (i + 1) * tokens, dtype=np.uint32))
                 begun = time.perf_counter()
                 stored = r.store(pages, page_ids)

@@ -57,8 +57,8 @@ def turn(*, replace: bool) -> tuple[float, float]:
                 time.sleep(0.01)
             with kvcache.open(f"unix:{place}/s", patience_s=30.0) as cache:
                 ours = pages(LAYOUT, BLOCKS, np.uint16)
-                bound = cache.namespace(LAYOUT, model="m", revision="r")
-                with bound.request() as r:
+                handle = cache.namespace(LAYOUT, model="m", revision="r")
+                with handle.request() as r:
                     r.match(TOKENS)
                     r.store(ours, [list(range(BLOCKS))]).wait()
                     flush(cache)
@@ -91,9 +91,9 @@ def turn(*, replace: bool) -> tuple[float, float]:
 def a_record() -> float:
     settings = load_settings(None, {}, host={"capacity_bytes": "300MiB", "slab_bytes": "64MiB"}, nvme__enabled=False)
     old, ours = Cache(settings, shared=True), pages(SMALL, OF_PROMPT, np.float32)
-    bound = old.namespace(SMALL, model="m", revision="r")
+    handle = old.namespace(SMALL, model="m", revision="r")
     for prompt in range(PROMPTS):
-        with bound.request() as r:
+        with handle.request() as r:
             r.match([prompt, *range(OF_PROMPT * SMALL.block_tokens - 1)])
             r.store(ours, [list(range(OF_PROMPT))]).wait()
     took: list[float] = []

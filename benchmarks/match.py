@@ -67,23 +67,23 @@ class Prompts:
             nvme={"enabled": False},
             control={"enabled": False},
         )
-        self._bound = self._cache.namespace(LAYOUT, model="benchmark", revision="1")
-        self._place = pack_shard_key(self._bound.id, 0, LAYOUT.whole[0])
+        self._handle = self._cache.namespace(LAYOUT, model="benchmark", revision="1")
+        self._place = pack_shard_key(self._handle.id, 0, LAYOUT.whole[0])
         self._random = np.random.default_rng(blocks)
         fill(self._cache.index, self._place, blocks, ["host"], self._random)
 
     def prompt(self, tokens: int) -> Any:
         ids = self._random.integers(0, 128_000, tokens, dtype=np.uint32)
-        chain = Chain(self._bound.id, LAYOUT.block_tokens)
+        chain = Chain(self._handle.id, LAYOUT.block_tokens)
         chain.extend(ids)
-        self._cache.index.insert_run(BlockRun(self._place, chain.packed), self._bound.id, "host")
+        self._cache.index.insert_run(BlockRun(self._place, chain.packed), self._handle.id, "host")
         return ids
 
     def digest(self, ids: Any) -> None:
-        digest_chain(self._bound.id, ids, LAYOUT.block_tokens, None)
+        digest_chain(self._handle.id, ids, LAYOUT.block_tokens, None)
 
     def match(self, ids: Any) -> Any:
-        request = self._bound.request()
+        request = self._handle.request()
         hit = request.match(ids)
         if hit.blocks != len(ids) // LAYOUT.block_tokens:
             raise SystemExit(f"{hit.blocks} blocks were found of {len(ids)} tokens: a fast miss is worth nothing")

@@ -70,15 +70,15 @@ def rates(where: str, runs: int, **shown: str) -> tuple[float, float]:
     ids = [list(range(BLOCKS))]
     stored, loaded = [], []
     with kvcache.open(where, patience_s=30.0, deadline_s=30.0, **shown) as cache:
-        bound = cache.namespace(LAYOUT, model="benchmark", revision="1")
+        handle = cache.namespace(LAYOUT, model="benchmark", revision="1")
         for turn in range(runs + 1):
-            with bound.request(deadline_s=30) as r:
+            with handle.request(deadline_s=30) as r:
                 r.match(np.arange(turn, turn + BLOCKS * LAYOUT.block_tokens, dtype=np.uint32))
                 stored.append(timed(lambda r=r: r.store(pages, ids)))
                 if r.match().blocks != BLOCKS:
                     raise SystemExit("a prompt was not stored")
                 loaded.append(timed(lambda r=r: r.load(BLOCKS, pages, ids)))
-            bound.clear()
+            handle.clear()
     return SIZE / min(stored[1:]) / GB, SIZE / min(loaded[1:]) / GB
 
 

@@ -65,13 +65,13 @@ def prompts(seed: int) -> list[Any]:
     return [rng.integers(0, 128_000, BLOCKS * LAYOUT.block_tokens, np.uint32) for _ in range(PROMPTS)]
 
 
-def store(bound: Any, asked: list[Any]) -> list[bytes]:
+def store(handle: Any, asked: list[Any]) -> list[bytes]:
     """The signatures of these, which are there then."""
     tensors = np.zeros((1, 2, BLOCKS, 16, 1, 8), np.uint16)
     pages = [GroupPages.from_tensors(LAYOUT, tensors, axes=("kv", "page", "token", "head", "dim"))]
     packed = []
     for ids in asked:
-        with bound.request(deadline_s=60) as r:
+        with handle.request(deadline_s=60) as r:
             r.match(ids)
             if not r.store(pages, [list(range(BLOCKS))]).wait(60) or r.match().blocks != BLOCKS:
                 raise SystemExit("a prompt was not stored")

@@ -23,13 +23,13 @@ class Engine:
         self.kv = np.zeros((2, 2, pages, BLOCK, 2, 8), np.float32)  # layer, K and V, page, token, head, dim
         self.pages = [kvcache.GroupPages.from_tensors(LAYOUT, self.kv, axes=("kv", "page", "token", "head", "dim"))]
         self.weights, self.patience_s, self.reused_tokens = str(weights), patience_s, 0
-        self.bound = cache.namespace(LAYOUT, model="toy", revision=self.weights) if cache else None
+        self.handle = cache.namespace(LAYOUT, model="toy", revision=self.weights) if cache else None
 
     def generate(self, prompt: list[int], tokens: int) -> list[int]:
         said, self.reused_tokens = list(prompt), 0
-        if self.bound is None:
+        if self.handle is None:
             return self.run(said, 0, tokens)
-        with self.bound.request() as request:
+        with self.handle.request() as request:
             try:
                 self.reused_tokens = self.load(request, said)
                 answer = self.run(said, self.reused_tokens, tokens)

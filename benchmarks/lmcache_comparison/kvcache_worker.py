@@ -73,7 +73,7 @@ class KVCacheWorker:
         threads = torch.get_num_threads()
         cache.copiers = CopierRegistry(lambda call: call(), threads=threads)  # no setting: only a comparison wants one
         self._cache = cache
-        self._bound = self._namespace("")
+        self._handle = self._namespace("")
 
     def _namespace(self, salt: str) -> CacheNamespace:
         return self._cache.namespace(self._layout, model="Llama-3-8B", revision="1", cache_salt=salt)
@@ -82,7 +82,7 @@ class KVCacheWorker:
         """Seconds until the pages may change again, and until it would survive a loss of power."""
         ids, page_ids = prompt(seed, self._tokens), [self._pages.order(seed).tolist()]
         begun = time.perf_counter()
-        with self._bound.request(deadline_s=DEADLINE_S) as r:
+        with self._handle.request(deadline_s=DEADLINE_S) as r:
             r.match(ids.numpy())
             r.store(self._source, page_ids).wait()
         stored = time.perf_counter() - begun
@@ -92,11 +92,11 @@ class KVCacheWorker:
     def retrieve(self, seed: int, salt: str = "") -> dict[str, Any]:
         """Seconds; of the tokens those that are said to be hits, those of them that came out of memory, and those that
         are not what was stored."""
-        bound = self._namespace(salt)
+        handle = self._namespace(salt)
         ids, page_ids = prompt(seed, self._tokens), self._pages.order(seed + 1).tolist()
         self._pages.forget()
         begun = time.perf_counter()
-        with bound.request(deadline_s=DEADLINE_S) as r:
+        with handle.request(deadline_s=DEADLINE_S) as r:
             hit = _settled(r, ids.numpy())
             r.admit()
             t = r.load(hit.blocks, self._target, [page_ids[: hit.blocks]])
@@ -113,7 +113,7 @@ class KVCacheWorker:
         times = []
         for _ in range(runs):
             begun = time.perf_counter()
-            with self._bound.request() as r:
+            with self._handle.request() as r:
                 hit = r.match(ids if kind == "list" else ids.numpy())
             times.append(time.perf_counter() - begun)
             assert hit.tokens == self._tokens, hit
@@ -127,7 +127,7 @@ class KVCacheWorker:
             self._cache.close()
             self._begin()
             begun = time.perf_counter()
-            with self._bound.request(deadline_s=DEADLINE_S) as r:
+            with self._handle.request(deadline_s=DEADLINE_S) as r:
                 hit = _settled(r, ids)
             times.append(time.perf_counter() - begun)
             assert hit.by_tier == {"redis": self._tokens // BLOCK_TOKENS}, hit
@@ -139,7 +139,7 @@ class KVCacheWorker:
         times = []
         for _ in range(runs):
             begun = time.perf_counter()
-            with self._bound.request() as r:
+            with self._handle.request() as r:
                 r.match(ids)
                 r.admit()
             times.append(time.perf_counter() - begun)

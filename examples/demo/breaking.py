@@ -257,9 +257,9 @@ def store_forever(path: str) -> None:
     pages = [kvcache.GroupPages.from_tensors(layout, list(tensors), axes=("kv", "page", "token", "head", "dim"))]
     nvme = {"path": path, "capacity_bytes": 256 * _MIB, "segment_bytes": 8 * _MIB, "min_free_bytes": 0}
     cache = kvcache.open(nvme=nvme, control={"enabled": False})
-    bound = cache.namespace(layout, model="writer", revision="1")
+    handle = cache.namespace(layout, model="writer", revision="1")
     for batch in range(1 << 30):
-        with bound.request() as r:
+        with handle.request() as r:
             r.match(range(1000 * batch, 1000 * batch + 32 * 16))
             r.store(pages, [list(range(32))]).wait()
         print(batch, flush=True)

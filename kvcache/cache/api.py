@@ -238,7 +238,7 @@ class SupportsCanary(Protocol):
 class SupportsKVEvents(Protocol):
     """A `KVCache` that reports blocks stored in and removed from its tiers, for routers."""
 
-    def kv_events(self, after: int | None, bounds: Sequence[NamespaceHandle]) -> EventBatch:
+    def kv_events(self, after: int | None, handles: Sequence[NamespaceHandle]) -> EventBatch:
         """Changes in these namespaces after event number `after`; None starts recording.
 
         Nothing is recorded before the first call, and earlier contents of the tiers are not reported. Do not call it on

@@ -129,13 +129,13 @@ class Cache:
         self.namespace_usage = NamespaceUsage(self.index, context.tiers, os_env.clock, self._sizes)
         self.erasure = Erasure(self.index, context.tiers, self.namespace_usage, manager.settle, manager.wipe, os_env)
         self._bind_lock = threading.Lock()
-        self._namespace_gc = NamespaceGC(context, self.erasure, lambda: self.bounds, self._bind_lock)
+        self._namespace_gc = NamespaceGC(context, self.erasure, lambda: self.handles, self._bind_lock)
         self.ttl_scans = [self.erasure.submit(partial(self.expiry.learn, tier.expirations)) for tier in own]
         self.index.on_request = self.policy_state.used
         self._pin_executor = os_env.executor(1, "pin")
         self.copiers = CopierRegistry(self._pin_executor.submit)
         self.host.arena.watch(self.copiers.add_region, self.copiers.remove_region)
-        self._bound: dict[Hashable, CacheNamespace] = {}
+        self._handles: dict[Hashable, CacheNamespace] = {}
         self._tenants: dict[bytes, str] = {}  # by namespace id, of bound namespaces
         self.index.kv_events.tenant = lambda namespace: self._tenants.get(namespace, "")
         self._register: OpenRequests[CacheRequest] = OpenRequests()
@@ -166,8 +166,8 @@ class Cache:
         with self._bind_lock:
             self._context.record_codec.bind(namespace)
             self.erasure.note(namespace)
-            made = key not in self._bound
-            bound = self._bound.get(key) or CacheNamespace(
+            made = key not in self._handles
+            handle = self._handles.get(key) or CacheNamespace(
                 self._context,
                 self.tier_manager,
                 self.copiers,
@@ -179,72 +179,74 @@ class Cache:
             )
             if made:
                 self._tenants[namespace.id] = namespace.tenant
-                self._weigh(bound)
-                self._bound[key] = bound
+                self._weigh(handle)
+                self._handles[key] = handle
         if made:
-            _log.info("namespace bound: model=%s capacity: %s", namespace.model, self._fits(bound))
+            _log.info("namespace bound: model=%s capacity: %s", namespace.model, self._fits(handle))
             for call in self.on_bind:
-                call(bound)
-        return bound
+                call(handle)
+        return handle
 
-    def unbind(self, bounds: Collection[CacheNamespace]) -> None:
+    def unbind(self, handles: Collection[CacheNamespace]) -> None:
         """Remove these bindings. Their records stay, and a new binding of the same namespace finds them."""
-        unbound = set(bounds)
+        unbound = set(handles)
         with self._bind_lock:
-            for key, bound in list(self._bound.items()):
-                if bound in unbound:
-                    del self._bound[key]
-            self._tenants = {bound.id: bound.tenant for bound in self.bounds}
+            for key, handle in list(self._handles.items()):
+                if handle in unbound:
+                    del self._handles[key]
+            self._tenants = {handle.id: handle.tenant for handle in self.handles}
             self._namespace_gc.add(unbound)
         self.erasure.submit(self._namespace_gc.collect)
 
     def curve(self) -> dict[str, Any]:
         return self._context.curve.report()
 
-    def _weigh(self, bound: CacheNamespace) -> None:
+    def _weigh(self, handle: CacheNamespace) -> None:
         """Compute the record sizes of a namespace in each tier and register its cost classes."""
         tiers = [self.host.name, *(tier.name for tier in self.lower_tiers)]
         sizes = [
-            tuple(self._context.record_codec.stored_bytes(tier, bound.layout, ref.group, ref.shard) for tier in tiers)
-            for ref in bound.all_shards
+            tuple(self._context.record_codec.stored_bytes(tier, handle.layout, ref.group, ref.shard) for tier in tiers)
+            for ref in handle.all_shards
         ]
-        name = (bound.namespace.model, bound.namespace.revision, bound.namespace.adapter or "")
-        bound.model = ModelShape(name, bound.layout.block_tokens, tuple(map(sum, zip(*sizes, strict=True))))
-        for ref, size in zip(bound.all_shards, sizes, strict=True):
-            self.cost_classes.bind(CostClass(bound.tenant, bound.model, size), ref.key)
+        name = (handle.namespace.model, handle.namespace.revision, handle.namespace.adapter or "")
+        handle.model = ModelShape(name, handle.layout.block_tokens, tuple(map(sum, zip(*sizes, strict=True))))
+        for ref, size in zip(handle.all_shards, sizes, strict=True):
+            self.cost_classes.bind(CostClass(handle.tenant, handle.model, size), ref.key)
 
-    def _fits(self, bound: CacheNamespace) -> str:
+    def _fits(self, handle: CacheNamespace) -> str:
         """Tokens of this model that fit into each tier of this cache, all ranks together.
 
         Groups that do not grow with the context are not counted.
         """
-        growing = [ref for ref in bound.all_shards if bound.layout.groups[ref.group].rule == "all"]
+        growing = [ref for ref in handle.all_shards if handle.layout.groups[ref.group].rule == "all"]
         capacities = []
         for tier in (self.host, *(tier for tier in self.lower_tiers if not tier.shared)):
             of_block = sum(
-                self._context.record_codec.stored_bytes(tier.name, bound.layout, ref.group, ref.shard)
-                for ref in growing or bound.all_shards
+                self._context.record_codec.stored_bytes(tier.name, handle.layout, ref.group, ref.shard)
+                for ref in growing or handle.all_shards
             )
-            tokens = tier.usage().capacity_bytes // of_block * bound.layout.block_tokens
+            tokens = tier.usage().capacity_bytes // of_block * handle.layout.block_tokens
             capacities.append(f"{tokens:,} tokens in {tier.name} ({self._context.record_codec.codec_of(tier.name)})")
         return ", ".join(capacities)
 
     def _sizes(self) -> dict[bytes, int]:
         """Payload bytes of a record by shard key, for all bound namespaces."""
-        return {ref.key: ref.payload_bytes for bound in self.bounds for ref in (*bound.own_shards, *bound.all_shards)}
+        return {
+            ref.key: ref.payload_bytes for handle in self.handles for ref in (*handle.own_shards, *handle.all_shards)
+        }
 
     def counted(self) -> UsageByNamespace:
         """Records and bytes by namespace and tier from the last count. Never waits for a new one."""
         return self.namespace_usage.cached(self._context.background.submit)
 
     @property
-    def bounds(self) -> list[CacheNamespace]:
-        return list(self._bound.values())
+    def handles(self) -> list[CacheNamespace]:
+        return list(self._handles.values())
 
     @property
     def namespaces(self) -> list[Namespace]:
         """The bound namespaces, each once."""
-        return list({bound.id: bound.namespace for bound in list(self._bound.values())}.values())
+        return list({handle.id: handle.namespace for handle in list(self._handles.values())}.values())
 
     @property
     def facts(self) -> dict[str, Any]:
@@ -290,13 +292,13 @@ class Cache:
             "counters": self.counters.tree(),
         }
 
-    def kv_events(self, after: int | None, bounds: Sequence[NamespaceHandle], tenant: str | None = None) -> EventBatch:
+    def kv_events(self, after: int | None, handles: Sequence[NamespaceHandle], tenant: str | None = None) -> EventBatch:
         """Events after a number.
 
         Args:
             tenant: the tenant that owns all of `bounds`. The batch's numbers then tell nothing about other tenants.
         """
-        return self.index.kv_events.since(after, {bound.id for bound in bounds}, tenant)
+        return self.index.kv_events.since(after, {handle.id for handle in handles}, tenant)
 
     def check(self) -> list[str]:
         """A full audit; one line per fault.
@@ -351,8 +353,8 @@ class Cache:
         if self._closed:
             return self._flushed
         self._closed = True
-        for bound in self._bound.values():
-            bound.open = False
+        for handle in self._handles.values():
+            handle.open = False
         for call in self.on_close:
             call()
         report = self._flushed = self.tier_manager.close(self._watch)

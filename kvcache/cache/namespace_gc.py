@@ -28,12 +28,12 @@ class NamespaceGC:
         self,
         context: CacheContext,
         erasure: Erasure,
-        bounds: Callable[[], Sequence[CacheNamespace]],
+        handles: Callable[[], Sequence[CacheNamespace]],
         binding: threading.Lock,
     ) -> None:
         self._index, self._record_codec, self._cost_classes = context.index, context.record_codec, context.cost_classes
         self._tiers = [tier.name for tier in context.tiers if not tier.shared]
-        self._erasure, self._bounds, self._bind_lock = erasure, bounds, binding
+        self._erasure, self._handles, self._bind_lock = erasure, handles, binding
         self._added = 0
         self.shard_keys: set[bytes] = set()
         """Keys of shards whose state is still kept."""
@@ -44,7 +44,7 @@ class NamespaceGC:
         Call with `binding` held, then run `collect` in the background.
         """
         self._added += 1
-        bound = {each.id for each in self._bounds()}
+        bound = {each.id for each in self._handles()}
         for each in removed:
             if each.id not in bound:
                 self._record_codec.unbind(each.id)
@@ -57,7 +57,7 @@ class NamespaceGC:
         with self._bind_lock:
             if added != self._added:  # the new ones may have records; the later `add` is followed by its own `collect`
                 return
-            bound = {name for each in self._bounds() for name in _shard_keys_of(each)}
+            bound = {name for each in self._handles() for name in _shard_keys_of(each)}
             removed = self.shard_keys - held - bound
             self.shard_keys -= removed | bound
             self._cost_classes.unbind(removed)
@@ -66,5 +66,5 @@ class NamespaceGC:
                 self._erasure.unbind(namespace)
 
 
-def _shard_keys_of(bound: CacheNamespace) -> Iterable[bytes]:
-    return (ref.key for ref in (*bound.own_shards, *bound.all_shards))
+def _shard_keys_of(handle: CacheNamespace) -> Iterable[bytes]:
+    return (ref.key for ref in (*handle.own_shards, *handle.all_shards))

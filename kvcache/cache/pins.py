@@ -100,41 +100,41 @@ class Pins:
         if len(self._pins) >= MAX_PINS:
             raise ConfigError(f"{MAX_PINS} prefixes are pinned, the limit: `kvcache unpin` one")
 
-    def pinnable_blocks(self, bound: PinnedNamespace, blocks: int) -> int:
+    def pinnable_blocks(self, handle: PinnedNamespace, blocks: int) -> int:
         """Of this many leading blocks, those whose records pins can all hold in host memory."""
-        sizes = [(ref.group, record_bytes(ref.payload_bytes)) for ref in bound.all_shards]
+        sizes = [(ref.group, record_bytes(ref.payload_bytes)) for ref in handle.all_shards]
 
         def size(blocks: int) -> int:
-            need = wanted(bound.layout, blocks)
+            need = wanted(handle.layout, blocks)
             return sum(len(need[group]) * size for group, size in sizes)
 
         self.sweep()
         return bisect_right(range(1, blocks + 1), self._holds.holdable_bytes()[self._index.tiers[0]], key=size)
 
-    def pin(self, bound: PinnedNamespace, packed: bytes, seconds: float) -> Pin:
+    def pin(self, handle: PinnedNamespace, packed: bytes, seconds: float) -> Pin:
         """Hold the cached blocks of this prefix.
 
         Raises:
             ConfigError: none is cached, none fits, or as `check`.
         """
         self.check(seconds)
-        lookup = self._index.lookup(bound.shard_keys, bound.needs)
+        lookup = self._index.lookup(handle.shard_keys, handle.needs)
         lookup.match(packed)
         found = lookup.blocks
-        need = wanted(bound.layout, found)
+        need = wanted(handle.layout, found)
         runs = [
             (BlockRun(ref.key, packed).part(need[ref.group].start, found), ref.payload_bytes)
-            for ref in bound.all_shards
+            for ref in handle.all_shards
         ]
         with self._lock:
             self._check_number()
             made = Pin(
                 self.last + 1,
-                bound.id,
+                handle.id,
                 packed[-SIGNATURE_BYTES:],
                 found,
                 len(packed) // SIGNATURE_BYTES,
-                bound.layout.block_tokens,
+                handle.layout.block_tokens,
                 runs,
                 lookup.by_tier,
                 self._clock.wall() + seconds,

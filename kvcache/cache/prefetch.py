@@ -54,7 +54,7 @@ class Prefetcher:
 
     def __init__(
         self,
-        bound: CacheNamespace,
+        handle: CacheNamespace,
         packed: bytes,
         room: ByteBudget | None,
         ends: Callable[[], bool],
@@ -62,16 +62,16 @@ class Prefetcher:
         most_blocks: int = ALL_BLOCKS,
     ) -> None:
         self._most_blocks = most_blocks
-        self._context, self._tier_manager = bound.context, bound.tier_manager
-        self._bound, self._packed, self._room, self._ends = bound, packed, room, ends
+        self._context, self._tier_manager = handle.context, handle.tier_manager
+        self._handle, self._packed, self._room, self._ends = handle, packed, room, ends
         self.blocks = self.bytes = 0  # prefetched
         self.full = False  # the byte limit or host memory had no space for the rest
 
     def prefetch(self, id: str) -> bool:
         """Whether all cached blocks of the chain are in host memory. `id`: names the prefetch in logs."""
-        bound, index = self._bound, self._context.index
-        with bound.request(id=id, deadline_s=MAX_WAIT_S) as request:
-            hit = request.match(signatures=self._packed, head=bound.id)
+        handle, index = self._handle, self._context.index
+        with handle.request(id=id, deadline_s=MAX_WAIT_S) as request:
+            hit = request.match(signatures=self._packed, head=handle.id)
             clock, pause = self._context.os_env.clock, threading.Event()
             end = clock.now() + MAX_WAIT_S
             while hit.pending and clock.now() < end and not self._ends():
@@ -79,19 +79,19 @@ class Prefetcher:
                 hit = request.match()
             before = request.begin()
         # all cached blocks, whether or not the plan would load them
-        lookup = index.lookup(bound.shard_keys, bound.needs)
+        lookup = index.lookup(handle.shard_keys, handle.needs)
         lookup.match(self._packed)
         blocks = min(lookup.blocks, self._most_blocks)
         return bool(blocks) and self._prefetch(blocks, before)
 
     def _prefetch(self, blocks: int, before: int) -> bool:
-        tier_manager, bound, packed = self._tier_manager, self._bound, self._packed
-        need = wanted(bound.layout, blocks)
-        chains = [ChainView(bound.id, packed, p.group, p.shard, p.payload_bytes, bound.id) for p in bound.all_shards]
+        tier_manager, handle, packed = self._tier_manager, self._handle, self._packed
+        need = wanted(handle.layout, blocks)
+        chains = [ChainView(handle.id, packed, p.group, p.shard, p.payload_bytes, handle.id) for p in handle.all_shards]
         step = max(1, WINDOW_BYTES // sum(chain.payload_bytes for chain in chains))
         for first in range(0, blocks, step):
             lower_tier_blocks = []
-            for ref, chain in zip(bound.all_shards, chains, strict=True):
+            for ref, chain in zip(handle.all_shards, chains, strict=True):
                 part = range(max(first, need[ref.group].start), min(first + step, blocks))
                 masks = (
                     self._context.index.tier_masks(BlockRun(ref.key, packed).part(part.start, part.stop))
@@ -107,7 +107,7 @@ class Prefetcher:
                 return False
             reads = tier_manager.promoter.begin(
                 lower_tier_blocks,
-                lambda count, size: tier_manager.slots(count, size, bound.tenant, before=before),
+                lambda count, size: tier_manager.slots(count, size, handle.tenant, before=before),
                 priority=BACKGROUND,
                 deadline=None,
             )

@@ -160,22 +160,22 @@ class CacheRequest:
     """A request of this cache. `origin`: the request that this one joined, with which it shares blocks and time."""
 
     def __init__(
-        self, bound: CacheNamespace, work: RequestContext, deadline_s: float, origin: CacheRequest | None = None
+        self, handle: CacheNamespace, work: RequestContext, deadline_s: float, origin: CacheRequest | None = None
     ) -> None:
         self.id, self.work = work.request, work
-        self.ttl_s: float | None = bound.ttl_s if origin is None else origin.ttl_s
-        self._bound, self._context, self._tier_manager = bound, bound.context, bound.tier_manager
+        self.ttl_s: float | None = handle.ttl_s if origin is None else origin.ttl_s
+        self._handle, self._context, self._tier_manager = handle, handle.context, handle.tier_manager
         self._deadline_s, self._origin = deadline_s, origin
-        self._own = Chain(bound.id, bound.layout.block_tokens)
+        self._own = Chain(handle.id, handle.layout.block_tokens)
         self._found, self._admitted = 0, False
-        size = bound.layout.block_tokens
+        size = handle.layout.block_tokens
         self.miss: MissRecord = (
             MissRecord(
-                bound.context.miss_explainer,
-                bound.context.counters,
+                handle.context.miss_explainer,
+                handle.context.counters,
                 work=work,
-                namespace=bound.id,
-                shard_keys=bound.shard_keys,
+                namespace=handle.id,
+                shard_keys=handle.shard_keys,
                 block_tokens=size,
             )
             if origin is None
@@ -216,20 +216,20 @@ class CacheRequest:
             signatures: packed; blocks that another process hashed, with the chain's `head`.
             refused: a reason to look up nothing.
         """
-        bound, layout = self._bound, self._bound.layout
+        handle, layout = self._handle, self._handle.layout
         check_origin(self._origin, token_ids, digests, signatures)
         self._context.expiry.sweep()  # so that the lookup finds no expired block
-        lookup, beside = self._context.index.lookup(bound.shard_keys, bound.needs), None
+        lookup, beside = self._context.index.lookup(handle.shard_keys, handle.needs), None
         if digests is not None:
-            self._own = Chain.from_digests(bound.id, digests, layout.block_tokens, after=after)
+            self._own = Chain.from_digests(handle.id, digests, layout.block_tokens, after=after)
             beside, token_ids = token_ids, None
         elif token_ids is not None:
-            chain = Chain(bound.id, layout.block_tokens)
+            chain = Chain(handle.id, layout.block_tokens)
             chain.extend(token_ids, extras, digest=lookup)
             self._own = chain
-            self._token_ids = token_ids if extras is None and self._context.canary.is_registered(bound.id) else None
+            self._token_ids = token_ids if extras is None and self._context.canary.is_registered(handle.id) else None
         if signatures is not None:
-            self._own = Chain.from_signatures(bound.id, signatures, layout.block_tokens, head=head)
+            self._own = Chain.from_signatures(handle.id, signatures, layout.block_tokens, head=head)
         is_new = digests is not None or token_ids is not None or signatures is not None
         if is_new:
             self._pending_lookup = None
@@ -247,7 +247,7 @@ class CacheRequest:
         if is_new and self._found < len(self.signatures):
             deadline = self._context.os_env.clock.now() + min(self._deadline_s, self._context.shared_lookup.deadline_s)
             self._pending_lookup = self._context.shared_lookup.begin(
-                [self._chained(p) for p in bound.all_shards], bound.needs, self._found, deadline
+                [self._chained(p) for p in handle.all_shards], handle.needs, self._found, deadline
             )
             pending = self._pending_lookup is not None and self._pending_lookup.pending
             # an executor that runs calls inline has answered already
@@ -280,9 +280,9 @@ class CacheRequest:
         if self._admitted or self._origin is not None:
             return
         self._admitted = True
-        context, counters, layout = self._context, self._context.counters, self._bound.layout
+        context, counters, layout = self._context, self._context.counters, self._handle.layout
         stamp = self.begin()
-        runs = self._runs(self._bound.all_shards, 0, self._found)
+        runs = self._runs(self._handle.all_shards, 0, self._found)
         for run, _ in runs:
             context.index.touch(run, stamp)
         self._claim = context.holds.take(runs)
@@ -297,7 +297,7 @@ class CacheRequest:
         hits = {tier: blocks * layout.block_tokens for tier, blocks in self._by_tier.items()}
         for tier, tokens in hits.items():
             counters.add("hit_tokens", tokens, tier=tier)
-        context.usage_log.add(self._bound.id, self._bound.tenant, self.work.agent, asked_tokens, hits)
+        context.usage_log.add(self._handle.id, self._handle.tenant, self.work.agent, asked_tokens, hits)
         if self._pending_lookup is not None:
             counters.add("lookups", answer=self._pending_lookup.answer)
         self.miss.admit(stamp, context.os_env.clock.wall())
@@ -310,9 +310,9 @@ class CacheRequest:
 
     def load(self, blocks: int, pages: Pages, page_ids: PageIds, *, first_block: int = 0) -> BlockTransfer:
         self._check(pages, page_ids, first_block, blocks)
-        slot_copy: SlotCopy = PagesSlotCopy(self._bound.copiers, pages, page_ids)
+        slot_copy: SlotCopy = PagesSlotCopy(self._handle.copiers, pages, page_ids)
         if self._token_ids is not None:
-            slot_copy = self._context.canary.sampled_copy(slot_copy, self._bound.id, self._token_ids, first_block)
+            slot_copy = self._context.canary.sampled_copy(slot_copy, self._handle.id, self._token_ids, first_block)
         return self.load_via(slot_copy, first_block, blocks, self._tier_manager.executor.submit)
 
     def load_via(self, slot_copy: SlotCopy, first: int, end: int, submit: Submit) -> BlockTransfer:
@@ -323,18 +323,18 @@ class CacheRequest:
             self._context.counters.add("load_failures", end - first, outcome=BYPASS)
             transfer.settle_rest(0, Outcome.NOT_FOUND)
             return transfer
-        claim = self._context.holds.take(self._runs(self._bound.own_shards, first, end))
+        claim = self._context.holds.take(self._runs(self._handle.own_shards, first, end))
         now = self._context.os_env.clock.now()
         job = Load(
             context=self._context,
             tier_manager=self._tier_manager,
             work=self.work,
-            namespace=self._bound.id,
+            namespace=self._handle.id,
             slot_copy=slot_copy,
             chains=self._chains(),
-            needs=wanted(self._bound.layout, end),
+            needs=wanted(self._handle.layout, end),
             blocks=range(first, end),
-            tenant=self._bound.tenant,
+            tenant=self._handle.tenant,
             before=self.begin(),
             begun=now,
             deadline=now + min(self._deadline_s, self.choice.patience_s),
@@ -352,7 +352,7 @@ class CacheRequest:
     def store(self, pages: Pages, page_ids: PageIds, *, first_block: int = 0) -> BlockTransfer:
         count = len(page_ids[0]) if page_ids else 0
         self._check(pages, page_ids, first_block, first_block + count)
-        slot_copy = PagesSlotCopy(self._bound.copiers, pages, page_ids)
+        slot_copy = PagesSlotCopy(self._handle.copiers, pages, page_ids)
         return self.store_via(slot_copy, first_block, first_block + count, self._tier_manager.executor.submit)
 
     def store_via(self, slot_copy: SlotCopy, first: int, end: int, submit: Submit) -> BlockTransfer:
@@ -362,19 +362,19 @@ class CacheRequest:
         transfer = BlockTransfer(end - first)
         if self._context.bypass.stores:
             with request_context(self.work):
-                self._tier_manager.drop(end - first, BYPASS, self._bound.id, tier=self._context.host.name)
+                self._tier_manager.drop(end - first, BYPASS, self._handle.id, tier=self._context.host.name)
             transfer.settle_rest(0, Outcome.DROPPED)
             return transfer
         job = Store(
             context=self._context,
             tier_manager=self._tier_manager,
             work=self.work,
-            namespace=self._bound.id,
+            namespace=self._handle.id,
             slot_copy=slot_copy,
             chains=self._chains(),
-            rules=[group.rule for group in self._bound.layout.groups],
+            rules=[group.rule for group in self._handle.layout.groups],
             first_block=first,
-            tenant=self._bound.tenant,
+            tenant=self._handle.tenant,
             before=self.begin(),
             transfer=transfer,
             ttl_s=self.ttl_s,
@@ -385,15 +385,15 @@ class CacheRequest:
     def close(self) -> None:
         self._count()
         if self._asked:
-            bound, requested, self._asked = self._bound, self._asked, 0
+            handle, requested, self._asked = self._handle, self._asked, 0
             self._context.curve.add(
-                self.chain.packed, requested, bound.model, (bound.tenant, self.work.agent, bound.id[:4].hex())
+                self.chain.packed, requested, handle.model, (handle.tenant, self.work.agent, handle.id[:4].hex())
             )
         self._context.holds.release(self._claim)
         if self._claim_finalizer is not None:
             self._claim_finalizer.detach()
         if self._origin is None:
-            self._bound.register.remove((self._bound.id, self.id), self)
+            self._handle.register.remove((self._handle.id, self.id), self)
 
     def __enter__(self) -> CacheRequest:
         return self
@@ -405,15 +405,15 @@ class CacheRequest:
 
     def _chains(self) -> list[ChainView]:
         """By group, the records of this request's blocks."""
-        return [self._chained(ref) for ref in self._bound.own_shards]
+        return [self._chained(ref) for ref in self._handle.own_shards]
 
     def _chained(self, ref: ShardRef) -> ChainView:
         chain = self.chain
-        return ChainView(self._bound.id, chain.packed, ref.group, ref.shard, ref.payload_bytes, chain.head)
+        return ChainView(self._handle.id, chain.packed, ref.group, ref.shard, ref.payload_bytes, chain.head)
 
     def _runs(self, shards: Sequence[ShardRef], first: int, end: int) -> list[tuple[BlockRun, int]]:
         """By shard, the blocks from `first` on that a prefix of `end` blocks needs, and the payload bytes of each."""
-        need = wanted(self._bound.layout, end)
+        need = wanted(self._handle.layout, end)
         return [
             (
                 BlockRun(ref.key, self.chain.packed).part(max(first, need[ref.group].start), end),
@@ -428,20 +428,20 @@ class CacheRequest:
             return self._origin.begin()
         if not self._stamp:
             self._stamp = self._context.index.tick()
-            self._context.usage_log.touch(self._bound.id)
+            self._context.usage_log.touch(self._handle.id)
             self._context.pins.sweep()
         return self._stamp
 
     def _check(self, pages: Pages, page_ids: PageIds, first: int, end: int) -> None:
-        if not self._bound.open:
+        if not self._handle.open:
             raise ClosedError("this cache was closed; open another one")
-        check_transfer(self._bound.layout, self._bound.shards, pages, page_ids, first, end, len(self.signatures))
+        check_transfer(self._handle.layout, self._handle.shards, pages, page_ids, first, end, len(self.signatures))
 
     def _choose_load(self) -> LoadChoice:
-        bound, layout = self._bound, self._bound.layout
-        shards = [(ref.key, ref.payload_bytes) for ref in bound.all_shards]
-        entries = spans(self._context.index, shards, bound.needs, self.chain.packed, self._by_tier)
-        return self._context.plan.choose(bound.id, self.chain.tokens, layout.block_tokens, entries)
+        handle, layout = self._handle, self._handle.layout
+        shards = [(ref.key, ref.payload_bytes) for ref in handle.all_shards]
+        entries = spans(self._context.index, shards, handle.needs, self.chain.packed, self._by_tier)
+        return self._context.plan.choose(handle.id, self.chain.tokens, layout.block_tokens, entries)
 
     def _count(self) -> None:
         first, loaded, choice = self.miss.count(), self.miss.loaded(), (self._origin or self).choice
@@ -455,8 +455,8 @@ class CacheRequest:
         """Start to read those of blocks `first` to `end` that only lower tiers have, at most `room` bytes."""
         context, tier_manager = self._context, self._tier_manager
         ahead = []
-        needs = [range(max(first, need.start), need.stop) for need in wanted(self._bound.layout, end)]
-        for ref in self._bound.all_shards:
+        needs = [range(max(first, need.start), need.stop) for need in wanted(self._handle.layout, end)]
+        for ref in self._handle.all_shards:
             chain, need = self._chained(ref), needs[ref.group]
             run = BlockRun(ref.key, self.chain.packed).part(need.start, need.stop)
             masks = np.frombuffer(context.index.tier_masks(run), np.uint8)
@@ -466,7 +466,7 @@ class CacheRequest:
                     break
                 ahead.append((chain[need.start + int(i)], chain.payload_bytes))
         if ahead:
-            tenant = self._bound.tenant
+            tenant = self._handle.tenant
             tier_manager.promoter.begin(
                 ahead,
                 lambda count, size: tier_manager.slots(count, size, tenant, before=stamp),

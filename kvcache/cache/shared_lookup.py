@@ -146,14 +146,14 @@ class SharedLookup:
             for i, outcome in zip(wanted, ticket.outcomes, strict=True):
                 if outcome is Outcome.DONE:
                     self.index_blocks(tier, chain, i, i + 1)
-        self.bound(tier)
+        self.trim_index(tier)
         return reached - first
 
     def index_blocks(self, tier: Tier, chain: ChainView, first: int, end: int) -> None:
         self._index.insert_run(chain.run(first, end), chain.parent(first), tier.name)
 
-    def bound(self, tier: Tier) -> None:
-        """Remove index entries of the tier beyond the bound, and some more, so that this runs rarely."""
+    def trim_index(self, tier: Tier) -> None:
+        """Remove the tier's entries beyond `max_known_blocks`, and some more, so that this runs rarely."""
         excess = self._index.resident(tier.name) - self._max_known_blocks
         if excess > 0:
             self._index.evict(tier.name, excess + self._max_known_blocks // 16)

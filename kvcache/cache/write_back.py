@@ -299,7 +299,7 @@ class WriteBackQueue:
             done = zip(pending, ticket.outcomes, strict=True)
             self._expiry.keep([(h.address, h.slot.expires_ms) for (h, _), o in done if o is Outcome.DONE])
             if self.tier.shared:
-                self._shared_lookup.bound(self.tier)
+                self._shared_lookup.trim_index(self.tier)
             if encoded_records:
                 self._batch_records = max(
                     1,

@@ -121,24 +121,24 @@ class Engine:
             device=model.device,
         )
         described = GroupPages.from_tensors(layout, list(self._kv), axes=("kv", "page", "token", "head", "dim"))
-        bound = None
+        handle = None
         if cache is not None:
             if config.share_across_engines:
                 same = shared_identity(
                     model.directory, revision=model.revision, dtype=str(model.dtype).removeprefix("torch.")
                 )
-                bound = cache.namespace(
+                handle = cache.namespace(
                     shared_layout(layout), model=same.model, revision=same.revision, facts=same.facts
                 )
             else:
-                bound = cache.namespace(layout, model=config.name, revision=model.revision, facts=model.facts)
+                handle = cache.namespace(layout, model=config.name, revision=model.revision, facts=model.facts)
             if (
-                isinstance(bound, SupportsCanary) and not config.share_across_engines
+                isinstance(handle, SupportsCanary) and not config.share_across_engines
             ):  # a digest of another engine does not give the tokens
-                bound.canary(Recompute(model, config.max_batch_tokens))
+                handle.canary(Recompute(model, config.max_batch_tokens))
         prefix = PrefixCache(
             self.pool,
-            bound,
+            handle,
             [described],
             block_tokens=layout.block_tokens,
             clock=self._clock,

@@ -31,7 +31,7 @@ class PrefixCache:
     def __init__(
         self,
         pool: PagePool,
-        bound: NamespaceHandle | None,
+        handle: NamespaceHandle | None,
         pages: Pages,
         *,
         block_tokens: int,
@@ -40,7 +40,7 @@ class PrefixCache:
         shared: bool = False,
     ) -> None:
         self._pool = pool
-        self._bound = bound
+        self._handle = handle
         self._pages = pages
         self._block_tokens = block_tokens
         self._clock = clock
@@ -53,8 +53,8 @@ class PrefixCache:
 
     def open(self, sequence: Sequence) -> None:
         """Hash the prompt and match it, so that blocks in lower tiers are promoted while the sequence waits."""
-        if self._bound is not None:
-            request = self._bound.request(id=sequence.id)
+        if self._handle is not None:
+            request = self._handle.request(id=sequence.id)
             sequence.request = request
             sequence.hashed = len(sequence.tokens)
             sequence.wait_until_s = self._clock.now() + self._patience_s
@@ -158,8 +158,8 @@ class PrefixCache:
     def computed(self, tokens: int, seconds: float) -> None:
         """Report the duration of a step to the cache. Steps that only decode say nothing about prompts and are
         skipped."""
-        if self._bound is not None and tokens > self._block_tokens:
-            self._bound.computed(tokens, seconds)
+        if self._handle is not None and tokens > self._block_tokens:
+            self._handle.computed(tokens, seconds)
 
     def drop(self, sequence: Sequence) -> None:
         """Release the sequence's pages. Blocks that it published can still be found."""

@@ -38,10 +38,10 @@ class PrefetchProgress:
 
 class Prefetch:
     def __init__(
-        self, cache: Cache, popularity: Popularity, bounds: Iterable[CacheNamespace], count: int, room: ByteBudget
+        self, cache: Cache, popularity: Popularity, handles: Iterable[CacheNamespace], count: int, room: ByteBudget
     ) -> None:
         self._cache, self._popularity, self._count, self._room = cache, popularity, count, room
-        self._bounds = {bound.id: bound for bound in bounds}.values()
+        self._handles = {handle.id: handle for handle in handles}.values()
         self.progress = PrefetchProgress()
         self._done = threading.Event()
         self._stop = threading.Event()
@@ -61,11 +61,11 @@ class Prefetch:
     def run(self) -> None:
         """Prefetch the chains. Never raises."""
         try:
-            for bound in self._bounds:
-                for packed in self._popularity.hottest(bound.id, self._count):
+            for handle in self._handles:
+                for packed in self._popularity.hottest(handle.id, self._count):
                     if self._stop.is_set() or self.progress.full:
                         return
-                    self._prefetch_chain(bound, packed)
+                    self._prefetch_chain(handle, packed)
         except OSError as error:
             self.progress.fault = str(error)
             _log.warning("cannot read the fleet's popular prefixes: %s", error)
@@ -75,8 +75,8 @@ class Prefetch:
         finally:
             self._done.set()
 
-    def _prefetch_chain(self, bound: CacheNamespace, packed: bytes) -> None:
-        near = Prefetcher(bound, packed, self._room, self._stop.is_set)
+    def _prefetch_chain(self, handle: CacheNamespace, packed: bytes) -> None:
+        near = Prefetcher(handle, packed, self._room, self._stop.is_set)
         self.progress.chains += 1
         self.progress.whole += near.prefetch("warm-up")
         self.progress.blocks += near.blocks
@@ -154,7 +154,7 @@ class FleetNode:
         )
         self._end = cache.os_env.clock.now() + settings.deadline_s
         if settings.hot:
-            cache.on_bind.append(lambda bound: self.prefetch([bound], settings.hot, self._room))
+            cache.on_bind.append(lambda handle: self.prefetch([handle], settings.hot, self._room))
             if settings.before_ready:
                 cache.readiness_checks.append(self.ready)
         cache.control_handlers["warm"] = self.answer
@@ -164,8 +164,8 @@ class FleetNode:
         """Return whether every prefetch is done, or the deadline has passed."""
         return self._cache.os_env.clock.now() >= self._end or all(prefetch.ready for prefetch in self._prefetches)
 
-    def prefetch(self, bounds: list[CacheNamespace], count: int, room: ByteBudget) -> Prefetch:
-        prefetch = Prefetch(self._cache, self._popularity, bounds, count, room)
+    def prefetch(self, handles: list[CacheNamespace], count: int, room: ByteBudget) -> Prefetch:
+        prefetch = Prefetch(self._cache, self._popularity, handles, count, room)
         with self._lock:
             self._prefetches = [*self._prefetches[-_MAX_KEPT:], prefetch]
             self._threads = [*(thread for thread in self._threads if thread.is_alive()), prefetch.start()]
@@ -184,10 +184,10 @@ class FleetNode:
                 raise ConfigError(f"hot = {count!r:.40}: expected 1 to {MAX_CHAINS} chains")
             if most is not None and (not isinstance(most, int) or isinstance(most, bool) or most < 0):
                 raise ConfigError(f"max_bytes = {most!r:.40}: expected a number of bytes")
-            bounds = self._cache.bounds
-            if not bounds:
+            handles = self._cache.handles
+            if not handles:
                 raise ConfigError("no engine has bound a namespace yet: start an engine first")
-            self.prefetch(bounds, count, ByteBudget(self._most_bytes if most is None else most))
+            self.prefetch(handles, count, ByteBudget(self._most_bytes if most is None else most))
         if not self._prefetches:
             return {"done": True}
         last = self._prefetches[-1]

@@ -54,9 +54,9 @@ class FaultyNamespace(NaiveNamespace):
 
 
 class FaultyRequest(NaiveRequest):
-    def __init__(self, bound: FaultyNamespace, id: str) -> None:
-        super().__init__(bound, id)
-        self._cache = bound.cache
+    def __init__(self, handle: FaultyNamespace, id: str) -> None:
+        super().__init__(handle, id)
+        self._cache = handle.cache
 
     def match(
         self,

@@ -122,10 +122,10 @@ class NaiveNamespace:
 
 
 class NaiveRequest:
-    def __init__(self, bound: NaiveNamespace, id: str, origin: NaiveRequest | None = None) -> None:
-        self.id, self._bound, self._copier, self._origin = id, bound, ReferenceCopier(), origin
-        self.ttl_s: float | None = bound.ttl_s if origin is None else origin.ttl_s
-        self._own = Chain(bound.id, bound.layout.block_tokens)
+    def __init__(self, handle: NaiveNamespace, id: str, origin: NaiveRequest | None = None) -> None:
+        self.id, self._handle, self._copier, self._origin = id, handle, ReferenceCopier(), origin
+        self.ttl_s: float | None = handle.ttl_s if origin is None else origin.ttl_s
+        self._own = Chain(handle.id, handle.layout.block_tokens)
 
     @property
     def chain(self) -> Chain:
@@ -137,11 +137,11 @@ class NaiveRequest:
         return self.chain.signatures
 
     def _name(self, block: int, group: int, shard: Shard | None = None) -> Name:
-        return self.signatures[block][:KEY_BYTES], group, shard or self._bound.shards[group]
+        return self.signatures[block][:KEY_BYTES], group, shard or self._handle.shards[group]
 
     def _on_all_ranks(self, block: int, group: int) -> bool:
-        here = self._bound.cache.blocks
-        return all(self._name(block, group, shard) in here for shard in self._bound.all_shards[group])
+        here = self._handle.cache.blocks
+        return all(self._name(block, group, shard) in here for shard in self._handle.all_shards[group])
 
     def match(
         self,
@@ -151,13 +151,13 @@ class NaiveRequest:
         digests: Sequence[bytes] | None = None,
         after: bytes | None = None,
     ) -> Hit:
-        layout = self._bound.layout
+        layout = self._handle.layout
         check_origin(self._origin, token_ids, digests)
-        self._bound.cache.sweep()
+        self._handle.cache.sweep()
         if digests is not None:
-            self._own = Chain.from_digests(self._bound.id, digests, layout.block_tokens, after=after)
+            self._own = Chain.from_digests(self._handle.id, digests, layout.block_tokens, after=after)
         elif token_ids is not None:
-            self._own = Chain(self._bound.id, layout.block_tokens)
+            self._own = Chain(self._handle.id, layout.block_tokens)
             self._own.extend(token_ids, extras)
         count = len(self.signatures)
         found = usable_prefix(
@@ -184,14 +184,14 @@ class NaiveRequest:
 
     def load(self, blocks: int, pages: Pages, page_ids: PageIds, *, first_block: int = 0) -> BlockTransfer:
         check_transfer(
-            self._bound.layout, self._bound.shards, pages, page_ids, first_block, blocks, len(self.signatures)
+            self._handle.layout, self._handle.shards, pages, page_ids, first_block, blocks, len(self.signatures)
         )
         transfer = BlockTransfer(blocks - first_block)
-        parts = wanted(self._bound.layout, blocks)
+        parts = wanted(self._handle.layout, blocks)
         for i in range(first_block, blocks):
             for group, there in enumerate(pages):
                 if i in parts[group]:
-                    payload = self._bound.cache.blocks.get(self._name(i, group))
+                    payload = self._handle.cache.blocks.get(self._name(i, group))
                     if payload is None:
                         transfer.settle_rest(i - first_block, Outcome.NOT_FOUND)
                         return transfer
@@ -202,8 +202,8 @@ class NaiveRequest:
     def store(self, pages: Pages, page_ids: PageIds, *, first_block: int = 0) -> BlockTransfer:
         count = len(page_ids[0]) if page_ids else 0
         check_transfer(
-            self._bound.layout,
-            self._bound.shards,
+            self._handle.layout,
+            self._handle.shards,
             pages,
             page_ids,
             first_block,
@@ -216,19 +216,19 @@ class NaiveRequest:
                 payload = bytearray(there.block_bytes)
                 self._copier.gather(there, [page_ids[group][i]], [memoryview(payload)])
                 name = self._name(first_block + i, group)
-                if name not in self._bound.cache.blocks and self.ttl_s is not None:
-                    self._bound.cache.ends[name] = self._bound.cache.clock.wall() + self.ttl_s
-                self._bound.cache.blocks.setdefault(name, bytes(payload))
-                self._bound.cache.owners[name] = self._bound.id
+                if name not in self._handle.cache.blocks and self.ttl_s is not None:
+                    self._handle.cache.ends[name] = self._handle.cache.clock.wall() + self.ttl_s
+                self._handle.cache.blocks.setdefault(name, bytes(payload))
+                self._handle.cache.owners[name] = self._handle.id
             transfer.settle(i, Outcome.DONE)
         return transfer
 
     def _check(self, pages: Pages, page_ids: PageIds, first: int, end: int) -> None:
-        bound = self._bound
-        check_transfer(bound.layout, bound.shards, pages, page_ids, first, end, len(self.signatures))
+        handle = self._handle
+        check_transfer(handle.layout, handle.shards, pages, page_ids, first, end, len(self.signatures))
 
     def close(self) -> None:
-        self._bound.cache.register.remove((self._bound.id, self.id), self)
+        self._handle.cache.register.remove((self._handle.id, self.id), self)
 
     def __enter__(self) -> NaiveRequest:
         return self

@@ -122,7 +122,7 @@ class Replay:
         clock: ReplayClock | None = None,
     ) -> None:
         layout = KVLayout.mha(layers=1, kv_heads=1, head_dim=token_bytes // 4, dtype="fp16", block_tokens=block_tokens)
-        self._bound = cache.namespace(layout, model="replay", revision="1", facts={"digests": "a trace's hash ids"})
+        self._handle = cache.namespace(layout, model="replay", revision="1", facts={"digests": "a trace's hash ids"})
         self._kv = np.zeros((1, 2, max_blocks, block_tokens, 1, token_bytes // 4), np.uint16)
         self._pages = [GroupPages.from_tensors(layout, list(self._kv), axes=("kv", "page", "token", "head", "dim"))]
         self._block_tokens, self._rate, self._speed = block_tokens, prefill_tokens_per_s * speed, speed
@@ -141,7 +141,7 @@ class Replay:
         clock = self._clock
         full = min(len(arrival.names), arrival.tokens // self._block_tokens)
         names = arrival.names[:full]
-        with self._bound.request() as r:
+        with self._handle.request() as r:
             hit = r.match(digests=[int(name).to_bytes(16, "little", signed=True) for name in names])
             while hit.pending:
                 clock.sleep(0.001)
@@ -156,7 +156,7 @@ class Replay:
             before = clock.now()
             clock.sleep(missing / self._rate)
             played.ttft_s.append(clock.now() - at)
-            self._bound.computed(missing, clock.now() - before)
+            self._handle.computed(missing, clock.now() - before)
             self._write(names, loaded_blocks)
             r.store(self._pages, [list(range(loaded_blocks, full))], first_block=loaded_blocks).wait()
         played.tokens += arrival.tokens

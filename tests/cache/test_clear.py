@@ -24,18 +24,18 @@ def test_clear_removes_one_namespace(layout: Any, tmp_path: Path) -> None:
     tokens, engine = list(range(32)), Engine(layout)
     with opened(tmp_path) as cache:
         mine, others = bind(cache, layout), bind(cache, layout, model="other")
-        for bound in (mine, others):
-            assert store(bound, engine, tokens, list(range(8))).blocks == 8
+        for handle in (mine, others):
+            assert store(handle, engine, tokens, list(range(8))).blocks == 8
         assert cache.flush(30)
         assert mine.clear() == 2 * 8 * len(layout.groups)
         assert mine.clear() == 0
-        for bound, blocks in ((mine, 0), (others, 8)):
-            with bound.request() as r:
+        for handle, blocks in ((mine, 0), (others, 8)):
+            with handle.request() as r:
                 assert r.match(tokens).blocks == blocks
         assert cache.check() == []
     with opened(tmp_path) as cache:
-        for bound, blocks in ((bind(cache, layout), 0), (bind(cache, layout, model="other"), 8)):
-            with bound.request() as r:
+        for handle, blocks in ((bind(cache, layout), 0), (bind(cache, layout, model="other"), 8)):
+            with handle.request() as r:
                 assert r.match(tokens).blocks == blocks
         assert store(bind(cache, layout), engine, tokens, list(range(8))).blocks == 8
         assert cache.flush(30)

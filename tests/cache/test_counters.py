@@ -45,7 +45,7 @@ def pages() -> list[GroupPages]:
     return [GroupPages.from_tensors(LAYOUT, tensor, axes=("kv", "page", "token", "head", "dim"))]
 
 
-def bound(cache: Cache) -> Any:
+def handle(cache: Cache) -> Any:
     return cache.namespace(LAYOUT, model="m", revision="r")
 
 
@@ -55,7 +55,7 @@ def ids(count: int) -> list[list[int]]:
 
 def turn(cache: Cache, chain: int, blocks: int, name: str) -> None:
     """A request that loads what is there and stores the rest."""
-    with bound(cache).request(id=name) as r:
+    with handle(cache).request(id=name) as r:
         hit = r.match(range(1000 * chain, 1000 * chain + 4 * blocks))
         r.admit()
         brought = r.load(hit.blocks, pages(), ids(hit.blocks))
@@ -67,10 +67,10 @@ def test_agent_and_session_label_events_and_not_keys(tmp_path: Path) -> None:
     with closing(opened(tmp_path)) as cache:
         names = dict[str, list[bytes]]()
         for agent, session in (("planner", "one"), ("critic", "x" * 1000), (None, None)):
-            with bound(cache).request(id=f"of {agent}", agent=agent, session=session) as r:
+            with handle(cache).request(id=f"of {agent}", agent=agent, session=session) as r:
                 hit = r.match(range(40))
                 r.admit()
-                with bound(cache).join(r.id) as rank:
+                with handle(cache).join(r.id) as rank:
                     assert rank.load(hit.blocks, pages(), ids(hit.blocks)).wait(30)
                     assert rank.store(pages(), ids(BLOCKS - hit.blocks), first_block=hit.blocks).wait(30)
                 names[r.id] = list(r.signatures)
@@ -110,7 +110,7 @@ def test_events_add_up_to_the_counters(turns: list[tuple[int, int]], queue: int)
         assert total("evicted") == count("evicted_blocks")
         assert total("dropped") == count("drops") + count("write_failures")
         assert total("refused") == count("refused_records")
-        assert {event.namespace for event in events} == {bound(cache).id[:4].hex()}
+        assert {event.namespace for event in events} == {handle(cache).id[:4].hex()}
         names = {f"turn {number}" for number in range(len(turns))}
         assert {event.request for event in events if event.kind in {"stored", "loaded"}} <= names
         for metric, labels, _ in cache.counters.rows():
@@ -150,7 +150,7 @@ def with_copies_later() -> tuple[OsEnv, DeferredExecutor]:
 def test_requests_open_at_a_bypass_finish_normally(tmp_path: Path) -> None:
     os_env, later = with_copies_later()
     with closing(opened(tmp_path, os_env)) as cache:
-        with bound(cache).request() as r:
+        with handle(cache).request() as r:
             r.match(range(4 * BLOCKS))
             stored = r.store(pages(), ids(4))
             later.run()
@@ -165,7 +165,7 @@ def test_requests_open_at_a_bypass_finish_normally(tmp_path: Path) -> None:
         assert cache.counters.get("drops", reason="bypass") == 4
         assert cache._context.holds.held_bytes() == {"host": 0, "nvme": 0}
         cache.bypass.set("off")
-        with bound(cache).request() as r:
+        with handle(cache).request() as r:
             assert r.match(range(4 * BLOCKS)).blocks == 4
         assert cache.flush(30)
         assert cache.check() == []
@@ -175,7 +175,7 @@ def test_a_bypassed_cache_uses_no_threads(tmp_path: Path) -> None:
     os_env, later = with_copies_later()
     with closing(opened(tmp_path, os_env)) as cache:
         cache.bypass.set("on")
-        with bound(cache).request() as r:
+        with handle(cache).request() as r:
             assert r.match(range(16)).reason == "bypass"
             r.admit()
             assert r.load(2, pages(), ids(2)).outcomes == (Outcome.NOT_FOUND,) * 2
@@ -189,7 +189,7 @@ def test_a_bypassed_request_promotes_no_blocks(tmp_path: Path) -> None:
         turn(cache, 0, BLOCKS, "first")
         assert cache.flush(30)
     with closing(opened(tmp_path)) as cache:
-        with bound(cache).request() as r:
+        with handle(cache).request() as r:
             assert r.match(range(4 * BLOCKS)).by_tier == {"nvme": BLOCKS}
             cache.bypass.set("loads")
             r.admit()
@@ -222,7 +222,7 @@ class Broken:
 
 def test_a_fault_of_a_request_is_logged_with_its_id(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with closing(opened(tmp_path, OsEnv(executor=lambda threads, name: InlineExecutor()))) as cache:
-        here = bound(cache)
+        here = handle(cache)
         here.copiers = Broken()
         with here.request(id="r-42") as r, caplog.at_level(logging.ERROR, "kvcache"):
             r.match(range(16))

@@ -93,7 +93,7 @@ def opened(
         cache.close()
 
 
-def bound(cache: Cache, layout: KVLayout = LAYOUT) -> Any:
+def handle(cache: Cache, layout: KVLayout = LAYOUT) -> Any:
     return cache.namespace(layout, model="m", revision="r")
 
 
@@ -112,7 +112,7 @@ def test_stores_and_loads_wait_for_the_engines_stream(
     place = tmp_path_factory.mktemp("drive") if drive else None
     with opened(device, place, copies=later) as cache:
         engine = Engine(device, layout)
-        with bound(cache, layout).request() as r:
+        with handle(cache, layout).request() as r:
             r.match(range(4 * blocks))
             engine.compute(list(range(blocks)), 1.0)
             stored = r.store(engine.pages, ids(layout, 0, blocks))
@@ -138,7 +138,7 @@ def test_wait_layer_returns_before_the_load_ends() -> None:
     device, later = LazyHostDevice(7), DeferredExecutor()
     with opened(device, copies=later) as cache:
         engine = Engine(device, LAYOUT)
-        with bound(cache).request() as r:
+        with handle(cache).request() as r:
             r.match(range(32))
             engine.compute(list(range(8)), 5.0)
             stored = r.store(engine.pages, ids(LAYOUT, 0, 8))
@@ -166,7 +166,7 @@ def test_wait_layer_ends_if_the_load_fails() -> None:
     device, later = HostDevice(), DeferredExecutor()
     with opened(device, copies=later) as cache:
         engine = Engine(device, LAYOUT)
-        with bound(cache).request() as r:
+        with handle(cache).request() as r:
             r.match(range(32))
             stored = r.store(engine.pages, ids(LAYOUT, 0, 8))
             later.run()
@@ -183,7 +183,7 @@ def test_the_arena_is_pinned_for_a_device_until_it_is_freed() -> None:
     with opened(device) as cache:
         engine = Engine(device, LAYOUT)
         assert cache.copiers._pinned == set(), "no device, nothing pinned"
-        with bound(cache).request() as r:
+        with handle(cache).request() as r:
             r.match(range(32))
             assert r.store(engine.pages, ids(LAYOUT, 0, 8)).blocks == 8
         regions = {id(region.view) for region in cache.host.arena._regions()}
@@ -205,7 +205,7 @@ def test_unpinnable_memory_is_copied_and_logged_once(caplog: pytest.LogCaptureFi
     with caplog.at_level(logging.WARNING, "kvcache"), opened(device) as cache:
         engine = Engine(device, LAYOUT)
         engine.compute([0, 1], 1.0)
-        with bound(cache).request() as r:
+        with handle(cache).request() as r:
             r.match(range(8))
             assert r.store(engine.pages, ids(LAYOUT, 0, 2)).blocks == 2
             assert r.load(2, engine.pages, ids(LAYOUT, 5, 2)).blocks == 2
@@ -241,7 +241,7 @@ def test_a_missing_device_copier_fails_the_first_call() -> None:
 
         cache.copiers._make = make
         engine = Engine(HostDevice(), LAYOUT)
-        with bound(cache).request() as r:
+        with handle(cache).request() as r:
             r.match(range(8))
             with pytest.raises(kvcache.ConfigError, match="no GPU"):
                 r.store(engine.pages, ids(LAYOUT, 0, 2))

@@ -62,16 +62,16 @@ def bind(cache: Any, tenant: str, cache_salt: str = "") -> Any:
     return cache.namespace(FULL, model="m", revision="1", tenant=tenant, cache_salt=cache_salt)
 
 
-def kept(bound: Any) -> list[bytes]:
+def kept(handle: Any) -> list[bytes]:
     """Store ten blocks that no other request has; their bytes."""
     engine = Engine(FULL)
     engine.fill(next(_seeds), PAGES)
-    assert store(bound, engine, TOKENS, PAGES).blocks == 10
+    assert store(handle, engine, TOKENS, PAGES).blocks == 10
     return [engine.block(page) for page in PAGES]
 
 
-def found(bound: Any) -> int:
-    with bound.request() as r:
+def found(handle: Any) -> int:
+    with handle.request() as r:
         return int(final_match(r, TOKENS).blocks)
 
 
@@ -145,11 +145,11 @@ def test_erase_overwrites_evicted_records(opened: Any, tmp_path: Path) -> None:
 def test_erase_matches_all_given_criteria(opened: Any) -> None:
     cache = opened()
     spaces = {(t, s): bind(cache, t, s) for t in ("a", "b") for s in ("", "x")}
-    for bound in spaces.values():
-        kept(bound)
+    for handle in spaces.values():
+        kept(handle)
     erased = cache.erasure.erase(tenant="a", cache_salt="x")
     assert erased.namespaces == [spaces["a", "x"].id]
-    assert {key: found(bound) for key, bound in spaces.items()} == {
+    assert {key: found(handle) for key, handle in spaces.items()} == {
         ("a", ""): 10,
         ("a", "x"): 0,
         ("b", ""): 10,
@@ -285,8 +285,8 @@ def test_erase_removes_orphaned_record_parts(opened: Any, tmp_path: Path) -> Non
     assert cache.flush(30)
     client, tier = empty(tmp_path).client, cache.lower_tiers[1]
     parts = {}
-    for whose, bound in (("mine", mine), ("other", other)):
-        (address, *_) = [address for address in tier.scan() if address.namespace == bound.id]
+    for whose, handle in (("mine", mine), ("other", other)):
+        (address, *_) = [address for address in tier.scan() if address.namespace == handle.id]
         parts[whose] = part_key(tier._names.record(address), 7, 1)
         client.set(parts[whose], b"payload")
     assert cache.erasure.erase(tenant="mine").left == {}

@@ -81,19 +81,19 @@ def opened(tmp_path: Path, clock: Clock) -> Iterator[Callable[..., Cache]]:
             cache.close()
 
 
-def kept(bound: Any, seed: int, *, ttl_s: float | None = None, first: int = 0, end: int = 10) -> list[bytes]:
+def kept(handle: Any, seed: int, *, ttl_s: float | None = None, first: int = 0, end: int = 10) -> list[bytes]:
     """Store these blocks; the bytes of all."""
-    engine = Engine(bound.layout)
+    engine = Engine(handle.layout)
     engine.fill(seed, PAGES)
-    with bound.request(ttl_s=ttl_s) as r:
+    with handle.request(ttl_s=ttl_s) as r:
         r.match(TOKENS)
         transfer = r.store(engine.described, engine.ids(list(range(first, end))), first_block=first)
         assert transfer.wait(30)
     return [engine.block(page) for page in PAGES]
 
 
-def found(bound: Any) -> int:
-    with bound.request() as r:
+def found(handle: Any) -> int:
+    with handle.request() as r:
         return int(final_match(r, TOKENS).blocks)
 
 
@@ -110,33 +110,33 @@ def test_the_naive_cache_expires_blocks(clock: Clock) -> None:
 @pytest.mark.parametrize("layout", [FULL, HYBRID], ids=["full", "hybrid"])
 def test_a_block_is_a_hit_until_its_ttl_ends(opened: Any, clock: Clock, layout: Any) -> None:
     cache = opened("nvme")
-    bound = bind(cache, layout)
-    expected = kept(bound, 1, ttl_s=60)
+    handle = bind(cache, layout)
+    expected = kept(handle, 1, ttl_s=60)
     assert cache.flush(30)
     clock.ahead_s = 59
-    assert load(bound, Engine(layout))[1] == expected
+    assert load(handle, Engine(layout))[1] == expected
     clock.ahead_s = 61
-    with bound.request() as r:
+    with handle.request() as r:
         hit = r.match(TOKENS)
         assert (hit.blocks, hit.reason) == (0, "expired")
     assert cache.flush(30)
     assert [tier.usage().records for tier in (cache.host, *cache.lower_tiers)] == [0, 0]
     assert cache.counters.get("expired_blocks", tier="host") == 10 * len(layout.groups)
     assert cache.counters.get("expired_blocks", tier="nvme") == 10 * len(layout.groups)
-    assert found(bound) == 0
-    kept(bound, 2)
+    assert found(handle) == 0
+    kept(handle, 2)
     clock.ahead_s = 1e6
-    assert found(bound) == 10
+    assert found(handle) == 10
 
 
 def test_a_requests_ttl_overrides_the_namespaces(opened: Any, clock: Clock) -> None:
     cache = opened()
-    bound = cache.namespace(FULL, model="m", revision="1", ttl_s=600)
+    handle = cache.namespace(FULL, model="m", revision="1", ttl_s=600)
     same = cache.namespace(FULL, model="m", revision="1")
-    assert bound.id == same.id
-    kept(bound, 1, ttl_s=60, end=4)
+    assert handle.id == same.id
+    kept(handle, 1, ttl_s=60, end=4)
     clock.ahead_s = 30
-    kept(bound, 1, first=4, end=7)
+    kept(handle, 1, first=4, end=7)
     kept(same, 1, first=7)
     assert found(same) == 10
     clock.ahead_s = 61
@@ -149,12 +149,12 @@ def test_a_requests_ttl_overrides_the_namespaces(opened: Any, clock: Clock) -> N
 
 def test_a_block_stored_again_without_ttl_stays(opened: Any, clock: Clock) -> None:
     cache = opened()
-    bound = bind(cache)
-    kept(bound, 1, ttl_s=60)
-    bound.clear()
-    expected = kept(bound, 2)
+    handle = bind(cache)
+    kept(handle, 1, ttl_s=60)
+    handle.clear()
+    expected = kept(handle, 2)
     clock.ahead_s = 100
-    assert load(bound, Engine(FULL))[1] == expected
+    assert load(handle, Engine(FULL))[1] == expected
 
 
 def out_of_host(cache: Cache) -> None:
@@ -165,21 +165,21 @@ def out_of_host(cache: Cache) -> None:
 def test_the_last_store_decides_a_blocks_ttl(opened: Any, clock: Clock) -> None:
     """Also where only the drive has it, which no caller asks for its end."""
     cache = opened("nvme")
-    bound = bind(cache)
-    kept(bound, 1, ttl_s=60)
+    handle = bind(cache)
+    kept(handle, 1, ttl_s=60)
     assert cache.flush(30)
-    bound.clear()
-    expected = kept(bound, 2)
+    handle.clear()
+    expected = kept(handle, 2)
     assert cache.flush(30)
     out_of_host(cache)
     clock.ahead_s = 61
-    assert load(bound, Engine(FULL)) == ({"nvme": 10}, expected)
+    assert load(handle, Engine(FULL)) == ({"nvme": 10}, expected)
 
 
 def test_a_failed_removal_is_tried_again(opened: Any, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
     cache = opened("nvme")
-    bound = bind(cache)
-    kept(bound, 1, ttl_s=60)
+    handle = bind(cache)
+    kept(handle, 1, ttl_s=60)
     assert cache.flush(30)
     (drive,) = cache.lower_tiers
     submit = drive.submit
@@ -197,7 +197,7 @@ def test_a_failed_removal_is_tried_again(opened: Any, clock: Clock, monkeypatch:
     clock.ahead_s = 61
     with monkeypatch.context() as patched:
         patched.setattr(drive, "submit", full)
-        found(bound)
+        found(handle)
         assert cache.flush(30)
     assert drive.usage().records == cache.index.resident("nvme") == 5
     assert cache.check() == []
@@ -212,14 +212,14 @@ def test_expired_blocks_miss_before_a_sweep_removes_them(
     opened: Any, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cache = opened("nvme")
-    bound = bind(cache)
-    kept(bound, 1, ttl_s=60)
+    handle = bind(cache)
+    kept(handle, 1, ttl_s=60)
     assert cache.flush(30)
     monkeypatch.setattr(expiry, "MAX_SWEEP_RECORDS", 4)
     clock.ahead_s = 61
-    assert found(bound) == 6  # tails left first
+    assert found(handle) == 6  # tails left first
     assert cache.host.usage().records == 6
-    with bound.request() as r:
+    with handle.request() as r:
         r.match(TOKENS)
         r.admit()
         engine = Engine(FULL)
@@ -236,12 +236,12 @@ def noted(cache: Cache) -> int:
 
 def test_expiry_notes_are_bounded(opened: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     cache = opened("nvme")
-    bound = bind(cache)
-    kept(bound, 1, ttl_s=60)
+    handle = bind(cache)
+    kept(handle, 1, ttl_s=60)
     assert cache.flush(30)
     for _ in range(3):
         out_of_host(cache)
-        assert load(bound, Engine(FULL))[0] == {"nvme": 10}
+        assert load(handle, Engine(FULL))[0] == {"nvme": 10}
         assert noted(cache) == 10
     monkeypatch.setattr(expiry, "MIN_COMPACT_RECORDS", 15)
     for i in range(8):
@@ -251,7 +251,7 @@ def test_expiry_notes_are_bounded(opened: Any, monkeypatch: pytest.MonkeyPatch) 
         other.clear()
     assert noted(cache) == cache.expiry._noted <= 2 * 20 + 10
     assert len(cache.expiry._expiry_by_name) <= noted(cache)
-    assert found(bound) == 10
+    assert found(handle) == 10
 
 
 @pytest.mark.parametrize("meanwhile", ["forgotten", "over"])
@@ -261,13 +261,13 @@ def test_a_block_demoted_from_host_keeps_its_ttl(
     """No tier has it while its copy waits to be written, and what is noted of ends is looked through then, or the end
     comes."""
     cache = opened("nvme", host_bytes=512 << 10, nvme={"write": "write_back"})
-    bound, (lane,) = bind(cache), cache.tier_manager.write_back_queues
-    kept(bound, 1, ttl_s=60)
+    handle, (lane,) = bind(cache), cache.tier_manager.write_back_queues
+    kept(handle, 1, ttl_s=60)
     later, lane._executor = lane._executor, DeferredExecutor()
     try:
         for seed in range(40):
-            store(bound, Engine(FULL), [1000 + seed, *range(39)], PAGES)
-        assert found(bound) == 0
+            store(handle, Engine(FULL), [1000 + seed, *range(39)], PAGES)
+        assert found(handle) == 0
         waiting = lane._executor
         monkeypatch.setattr(expiry, "MIN_COMPACT_RECORDS", 0)
         if meanwhile == "forgotten":
@@ -280,10 +280,10 @@ def test_a_block_demoted_from_host_keeps_its_ttl(
     finally:
         lane._executor = later
     clock.ahead_s = 61
-    assert found(bound) == 0
+    assert found(handle) == 0
     assert cache.flush(30)
     there = {address.signature for address in cache.lower_tiers[0].scan()}
-    with bound.request() as r:
+    with handle.request() as r:
         r.match(TOKENS)
         assert there & set(r.signatures) == set()
 
@@ -318,12 +318,12 @@ def test_another_process_reads_the_ttl(opened: Any, clock: Clock, tier: str, enc
     cache.close()
     clock.ahead_s = 30
     cache = opened(tier, encrypted=encrypted)
-    bound = bind(cache)
-    assert load(bound, Engine(FULL)) == ({tier: 10}, expected)
-    with bound.request() as r:
+    handle = bind(cache)
+    assert load(handle, Engine(FULL)) == ({tier: 10}, expected)
+    with handle.request() as r:
         assert r.match(TOKENS).by_tier == {"host": 10}
     clock.ahead_s = 61
-    assert load(bound, Engine(FULL))[1] == []
+    assert load(handle, Engine(FULL))[1] == []
     assert cache.flush(30)
     assert cache.host.usage().records == 0
     cache.close()
@@ -355,9 +355,9 @@ def test_after_a_restart_the_drive_removes_expired_blocks(opened: Any, clock: Cl
 @pytest.mark.skipif(bool(MISSING), reason=MISSING)
 def test_a_server_expires_its_keys(opened: Any, tmp_path: Path) -> None:
     cache = opened("redis")
-    bound = bind(cache)
-    kept(bound, 1, ttl_s=600, end=5)
-    kept(bound, 1, first=5)
+    handle = bind(cache)
+    kept(handle, 1, ttl_s=600, end=5)
+    kept(handle, 1, first=5)
     assert cache.flush(30)
     client = empty(tmp_path).client
     lives = sorted(client.ttl(name) for name in client.scan_iter() if not name.endswith(b":owner"))
@@ -377,10 +377,10 @@ def test_a_ttl_that_is_not_positive_is_refused(opened: Any, ttl_s: Any) -> None:
 
 def test_blocks_without_ttl_never_expire(opened: Any, clock: Clock) -> None:
     cache = opened("nvme", "object")
-    bound = bind(cache)
+    handle = bind(cache)
     engine = Engine(FULL)
-    store(bound, engine, TOKENS, PAGES)
+    store(handle, engine, TOKENS, PAGES)
     assert cache.flush(30)
     clock.ahead_s = 1e9
-    assert found(bound) == 10
+    assert found(handle) == 10
     assert cache.counters.get("expired_blocks") == 0

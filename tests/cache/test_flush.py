@@ -162,7 +162,7 @@ def test_a_flush_does_not_count_erased_blocks_as_lost(drive: Drive) -> None:
     with open_host(32) as cache:
         put(cache, FIRST)
         assert not cache.flush(30)
-        assert cache.bounds[0].clear() == 8
+        assert cache.handles[0].clear() == 8
         assert nvme(cache) == TierFlush()
 
 
@@ -191,7 +191,7 @@ def test_a_flush_reports_only_the_caller_s_namespaces(drive: Drive) -> None:
     with open_host(32) as cache:
         put(cache, FIRST, model="mine")
         put(cache, SECOND, model="another")
-        mine = next(bound.id for bound in cache.bounds if bound.namespace.model == "mine")
+        mine = next(handle.id for handle in cache.handles if handle.namespace.model == "mine")
         report = cache.tier_manager.flush(30, watch=cache.tier_manager.watch(), scope={mine}.__contains__)
         assert report.tiers == {"nvme": TierFlush(refused=8)}
 

@@ -48,8 +48,8 @@ def pages() -> list[GroupPages]:
 
 def turn(cache: Cache, tokens: Any, name: str = "", *, store: bool = True, **namespace: Any) -> str:
     """A request that loads what is there and stores the rest; the reason that its match gave."""
-    bound = cache.namespace(LAYOUT, **{"model": "m", "revision": "r", **namespace})
-    with bound.request(id=name or None) as r:
+    handle = cache.namespace(LAYOUT, **{"model": "m", "revision": "r", **namespace})
+    with handle.request(id=name or None) as r:
         hit = r.match(tokens)
         r.admit()
         load = r.load(hit.blocks, pages(), [list(range(hit.blocks))])
@@ -139,8 +139,8 @@ def test_divergence_in_the_first_block_needs_enough_tokens() -> None:
 
 def test_divergence_behind_an_earlier_answer_is_found() -> None:
     with closing(opened()) as cache:
-        bound = cache.namespace(LAYOUT, model="m", revision="r")
-        with bound.request(id="first") as r:
+        handle = cache.namespace(LAYOUT, model="m", revision="r")
+        with handle.request(id="first") as r:
             r.match(range(20))
             r.admit()
             r.extend([50, 51, 52])
@@ -155,9 +155,9 @@ def test_divergence_is_found_in_prompts_given_as_digests() -> None:
     ours, theirs = list(range(40)), list(range(40))
     theirs[22] = 501
     with closing(opened()) as cache:
-        bound = cache.namespace(LAYOUT, model="m", revision="r", facts={"digests": "test"})
+        handle = cache.namespace(LAYOUT, model="m", revision="r", facts={"digests": "test"})
         for name, ids in (("old", ours), ("new", theirs), ("untold", [*range(30), *range(600, 610)])):
-            with bound.request(id=name) as r:
+            with handle.request(id=name) as r:
                 digests = [hashlib.sha256(str(ids[: end + 4]).encode()).digest() for end in range(0, 40, 4)]
                 hit = r.match(None if name == "untold" else ids, digests=digests)
                 r.admit()
@@ -230,8 +230,8 @@ def test_a_damaged_record_is_a_verification_failure(tmp_path: Path) -> None:
 
 def test_a_miss_is_counted_once_per_request() -> None:
     with closing(opened()) as cache:
-        bound = cache.namespace(LAYOUT, model="m", revision="r")
-        with bound.request() as r:
+        handle = cache.namespace(LAYOUT, model="m", revision="r")
+        with handle.request() as r:
             for _ in range(5):
                 r.match(range(40))
             r.admit()
@@ -241,7 +241,7 @@ def test_a_miss_is_counted_once_per_request() -> None:
             assert misses(cache) == {"cold": 1}
             assert r.store(pages(), [list(range(4, 8))], first_block=4).wait(30)
         assert misses(cache) == {"cold": 1}
-        with bound.request() as r:
+        with handle.request() as r:
             r.match(range(500, 540))
         assert misses(cache) == {"cold": 1}, "what is not admitted is not counted"
 
@@ -266,8 +266,8 @@ def test_recorded_prompts_are_copies_of_the_buffer() -> None:
     assert kept(packed[:8]).base is not None, "no caller can change it: no copy"
     with closing(opened()) as cache:
         buffer = np.arange(40, dtype=np.uint32)
-        bound = cache.namespace(LAYOUT, model="m", revision="r")
-        with bound.request(id="r") as r:
+        handle = cache.namespace(LAYOUT, model="m", revision="r")
+        with handle.request(id="r") as r:
             r.match(buffer)
             r.admit()
             buffer[:] = 0

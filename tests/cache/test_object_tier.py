@@ -56,10 +56,10 @@ def final_match(r: Any, tokens: Any = TOKENS) -> Any:
     return hit
 
 
-def load(bound: Any, engine: Engine, tokens: Any = TOKENS) -> tuple[dict[str, int], list[bytes]]:
+def load(handle: Any, engine: Engine, tokens: Any = TOKENS) -> tuple[dict[str, int], list[bytes]]:
     """By tier what a match finds, and the bytes of what a load brings."""
     engine.poison()
-    with bound.request() as r:
+    with handle.request() as r:
         hit = final_match(r, tokens)
         r.admit()
         transfer = r.load(hit.blocks, engine.described, engine.ids(list(range(hit.blocks))))
@@ -74,10 +74,10 @@ def test_another_process_loads_and_promotes_stored_blocks(opened: Open, layout: 
     expected = [engine.block(page) for page in range(10)]
     store(bind(one, layout), engine, TOKENS, list(range(10)))
     assert one.flush(30)
-    bound = bind(other, layout)
-    assert load(bound, Engine(layout)) == ({"object": 10}, expected)
+    handle = bind(other, layout)
+    assert load(handle, Engine(layout)) == ({"object": 10}, expected)
     assert other.counters.get("promoted_blocks", tier="object") > 0
-    with bound.request() as r:
+    with handle.request() as r:
         assert r.match(TOKENS).by_tier == {"host": 10}
 
 

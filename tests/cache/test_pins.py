@@ -36,14 +36,14 @@ def tokens(seed: int, blocks: int) -> list[int]:
     return [seed * 10_000 + i for i in range(blocks * LAYOUT.block_tokens)]
 
 
-def packed(bound: Any, ids: list[int]) -> bytes:
-    with bound.request() as r:
+def packed(handle: Any, ids: list[int]) -> bytes:
+    with handle.request() as r:
         r.match(ids)
         return bytes(r.chain.packed)
 
 
-def there(bound: Any, ids: list[int]) -> int:
-    with bound.request() as r:
+def there(handle: Any, ids: list[int]) -> int:
+    with handle.request() as r:
         return int(r.match(ids).blocks)
 
 
@@ -51,84 +51,84 @@ def pinned(cache: Cache) -> int:
     return int(cache.stats()["tiers"]["host"]["pinned_bytes"])
 
 
-def flood(bound: Any, first: int, times: int = 8) -> None:
+def flood(handle: Any, first: int, times: int = 8) -> None:
     """Store more than fits, a prompt at a time."""
     for seed in range(first, first + times):
-        store(bound, tokens(seed, 16), seed)
+        store(handle, tokens(seed, 16), seed)
 
 
 def test_a_pinned_prefix_stays_until_the_pin_ends(cache: Cache, clock: Clock) -> None:
-    bound = bound_to(cache)
+    handle = bound_to(cache)
     ids = tokens(1, 6)
-    store(bound, ids, 1)
-    pin = cache.pins.pin(bound, packed(bound, ids), 60)
+    store(handle, ids, 1)
+    pin = cache.pins.pin(handle, packed(handle, ids), 60)
     assert (pin.blocks, pin.wanted, pin.by_tier) == (6, 6, {"host": 6})
     assert pin.ends == clock.wall() + 60
     assert pinned(cache) == 6 * 12 * 1024
-    flood(bound, 10)
-    assert there(bound, ids) == 6
+    flood(handle, 10)
+    assert there(handle, ids) == 6
     clock.time += 59
-    flood(bound, 20)
-    assert there(bound, ids) == 6
+    flood(handle, 20)
+    assert there(handle, ids) == 6
     clock.time += 1
-    flood(bound, 30)
-    assert there(bound, ids) == 0
+    flood(handle, 30)
+    assert there(handle, ids) == 0
     assert (cache.pins.all(), pinned(cache), cache.index.held()) == ([], 0, 0)
 
 
 def test_an_unpinned_prefix_is_evicted_normally(cache: Cache) -> None:
-    bound = bound_to(cache)
-    store(bound, tokens(1, 4), 1)
-    pin = cache.pins.pin(bound, packed(bound, tokens(1, 4)), 60)
+    handle = bound_to(cache)
+    store(handle, tokens(1, 4), 1)
+    pin = cache.pins.pin(handle, packed(handle, tokens(1, 4)), 60)
     assert cache.pins.unpin(pin.id)
     assert not cache.pins.unpin(pin.id)
-    flood(bound, 10)
-    assert there(bound, tokens(1, 4)) == 0
+    flood(handle, 10)
+    assert there(handle, tokens(1, 4)) == 0
 
 
 def test_pins_are_bounded_in_bytes(cache: Cache) -> None:
-    bound = bound_to(cache)
-    store(bound, tokens(1, 16), 1)
+    handle = bound_to(cache)
+    store(handle, tokens(1, 16), 1)
     share = BLOCKS // PIN_DIVISOR
-    first = cache.pins.pin(bound, packed(bound, tokens(1, 16)), 60)
+    first = cache.pins.pin(handle, packed(handle, tokens(1, 16)), 60)
     assert (first.blocks, first.wanted, first.by_tier) == (share, 16, {"host": share})
-    store(bound, tokens(2, 2), 2)
+    store(handle, tokens(2, 2), 2)
     with pytest.raises(ConfigError, match="no capacity"):
-        cache.pins.pin(bound, packed(bound, tokens(2, 2)), 60)
+        cache.pins.pin(handle, packed(handle, tokens(2, 2)), 60)
     cache.pins.unpin(first.id)
-    assert cache.pins.pin(bound, packed(bound, tokens(2, 2)), 60).blocks == 2
+    assert cache.pins.pin(handle, packed(handle, tokens(2, 2)), 60).blocks == 2
     assert pinned(cache) == 2 * 12 * 1024
 
 
 def test_pins_are_bounded_in_number(cache: Cache, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvcache.cache.pins.MAX_PINS", 2)
-    bound = bound_to(cache)
-    store(bound, tokens(1, 1), 1)
-    made = [cache.pins.pin(bound, packed(bound, tokens(1, 1)), 60) for _ in range(2)]
+    handle = bound_to(cache)
+    store(handle, tokens(1, 1), 1)
+    made = [cache.pins.pin(handle, packed(handle, tokens(1, 1)), 60) for _ in range(2)]
     with pytest.raises(ConfigError, match="the limit"):
-        cache.pins.pin(bound, packed(bound, tokens(1, 1)), 60)
+        cache.pins.pin(handle, packed(handle, tokens(1, 1)), 60)
     assert cache.pins.all() == made
     assert all(cache.pins.unpin(pin.id) for pin in made)
     assert cache.index.held() == 0
 
 
 def test_invalid_pins_are_refused(cache: Cache) -> None:
-    bound = bound_to(cache)
+    handle = bound_to(cache)
     with pytest.raises(ConfigError, match="no block of this prefix"):
-        cache.pins.pin(bound, packed(bound, tokens(1, 4)), 60)
-    store(bound, tokens(1, 4), 1)
+        cache.pins.pin(handle, packed(handle, tokens(1, 4)), 60)
+    store(handle, tokens(1, 4), 1)
     for seconds in (0.0, -1.0, MAX_PIN_S + 1, float("nan")):
         with pytest.raises(ConfigError, match="expected more than 0"):
-            cache.pins.pin(bound, packed(bound, tokens(1, 4)), seconds)
+            cache.pins.pin(handle, packed(handle, tokens(1, 4)), seconds)
     assert cache.index.held() == 0
 
 
 def test_clear_removes_a_pinned_namespace(cache: Cache) -> None:
-    bound = bound_to(cache)
-    store(bound, tokens(1, 4), 1)
-    pin = cache.pins.pin(bound, packed(bound, tokens(1, 4)), 60)
-    bound.clear()
-    assert there(bound, tokens(1, 4)) == 0
+    handle = bound_to(cache)
+    store(handle, tokens(1, 4), 1)
+    pin = cache.pins.pin(handle, packed(handle, tokens(1, 4)), 60)
+    handle.clear()
+    assert there(handle, tokens(1, 4)) == 0
     assert cache.pins.unpin(pin.id)
     assert cache.index.held() == 0
 

@@ -42,10 +42,10 @@ def make(clock: Clock) -> Iterator[Callable[..., Cache]]:
 
 def kept(cache: Cache, *seeds: int, seconds: float = 60) -> None:
     """Prompts of four blocks, each stored and pinned."""
-    bound = bound_to(cache)
+    handle = bound_to(cache)
     for seed in seeds:
-        store(bound, tokens(seed, 4), seed)
-        cache.pins.pin(bound, packed(bound, tokens(seed, 4)), seconds)
+        store(handle, tokens(seed, 4), seed)
+        cache.pins.pin(handle, packed(handle, tokens(seed, 4)), seconds)
 
 
 def told(cache: Cache) -> list[dict[str, Any]]:
@@ -63,17 +63,17 @@ def test_pins_keep_their_numbers_and_end_after_a_handover(make: Callable[..., Ca
     assert taken(successor, *left(old)) == 8
     assert told(successor) == before
     assert pinned(successor) == 4 * 12288
-    bound = bound_to(successor)
-    flood(bound, 10)
-    assert (there(bound, tokens(1, 4)), there(bound, tokens(2, 4))) == (0, 4)
+    handle = bound_to(successor)
+    flood(handle, 10)
+    assert (there(handle, tokens(1, 4)), there(handle, tokens(2, 4))) == (0, 4)
     kept(successor, 3)
     assert [pin["pin"] for pin in told(successor)] == [2, 3]
     clock.time += 569
     assert [pin["pin"] for pin in told(successor)] == [2]
     clock.time += 1
     assert (told(successor), successor.index.held()) == ([], 0)
-    flood(bound, 20)
-    assert there(bound, tokens(2, 4)) == 0
+    flood(handle, 20)
+    assert there(handle, tokens(2, 4)) == 0
 
 
 def test_an_ended_or_empty_pin_is_not_taken_over(make: Callable[..., Cache], clock: Clock) -> None:
@@ -95,10 +95,10 @@ def test_an_ended_or_empty_pin_is_not_taken_over(make: Callable[..., Cache], clo
 
 def test_pinned_blocks_are_handed_over_first(make: Callable[..., Cache]) -> None:
     old = make()
-    bound = bound_to(old)
-    store(bound, tokens(1, 2), 1)
-    old.pins.pin(bound, packed(bound, tokens(1, 2)), 60)
-    flood(bound, 10, times=2)
+    handle = bound_to(old)
+    store(handle, tokens(1, 2), 1)
+    old.pins.pin(handle, packed(handle, tokens(1, 2)), 60)
+    flood(handle, 10, times=2)
     before = told(old)
     successor = make(extents=1)
     taken(successor, *left(old))

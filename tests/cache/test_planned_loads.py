@@ -50,8 +50,8 @@ def slow(cache: Cache) -> None:
 
 
 def ask(cache: Cache, name: str) -> tuple[int, str]:
-    bound = cache.namespace(LAYOUT, model="m", revision="r")
-    with bound.request(id=name) as r:
+    handle = cache.namespace(LAYOUT, model="m", revision="r")
+    with handle.request(id=name) as r:
         hit = r.match(range(44))
         r.admit()
         t = r.load(hit.blocks, pages(), [list(range(hit.blocks))])
@@ -107,15 +107,15 @@ def test_a_slow_tier_is_probed_again(tmp_path: Path) -> None:
 def test_a_choice_to_load_nothing_is_settled_later(tmp_path: Path) -> None:
     with closing(below(tmp_path)) as cache:
         slow(cache)
-        bound, counted = cache.namespace(LAYOUT, model="m", revision="r"), cache.counters.get
-        bound.computed(40, 0.1)
+        handle, counted = cache.namespace(LAYOUT, model="m", revision="r"), cache.counters.get
+        handle.computed(40, 0.1)
         for i in range(5):
             cache.plan._tried["nvme"] = 1e9  # just now: it is not tried again
-            with bound.request(id=f"r{i}") as r:
+            with handle.request(id=f"r{i}") as r:
                 assert r.match(range(44)).blocks == 0
                 r.admit()
                 if i == 4:
-                    with bound.join("r4") as rank:  # the first store settles it
+                    with handle.join("r4") as rank:  # the first store settles it
                         assert rank.store(pages(), [[0]], first_block=0).wait(30)
             assert 0.1 * (i + 1) <= counted("planned_seconds") < 0.15 * (i + 1)
         assert counted("plan_regret_seconds") == 0, "by what is known"
@@ -135,10 +135,10 @@ def test_a_tier_with_late_reads_is_not_asked_repeatedly(tmp_path: Path, monkeypa
             for i in range(len(addresses)):
                 on_outcome(i, Outcome.TIMED_OUT)
 
-        bound = cache.namespace(LAYOUT, model="m", revision="r")
-        bound.computed(40, 0.1)
+        handle = cache.namespace(LAYOUT, model="m", revision="r")
+        handle.computed(40, 0.1)
         monkeypatch.setattr(drive, "submit", late)
-        with bound.request(id="first") as r:
+        with handle.request(id="first") as r:
             assert r.match(range(44)).blocks == 10
             r.admit()
             assert r.load(10, pages(), [list(range(10))]).wait(30)
@@ -193,9 +193,9 @@ def test_a_load_ends_though_its_callbacks_fail(
 
 def test_invalid_compute_times_are_ignored(tmp_path: Path) -> None:
     with closing(below(tmp_path)) as cache:
-        bound = cache.namespace(LAYOUT, model="m", revision="r")
+        handle = cache.namespace(LAYOUT, model="m", revision="r")
         for tokens, seconds in ((0, 1.0), (-5, 1.0), (40, 0.0), (40, float("nan")), (40, float("inf")), (40, -1.0)):
-            bound.computed(tokens, seconds)
+            handle.computed(tokens, seconds)
         assert ask(cache, "told")[0] == 10
 
 
@@ -228,14 +228,14 @@ def test_a_windowed_prefix_is_loaded_wholly_or_not_at_all() -> None:
 def test_a_ranks_load_settles_the_schedulers_plan(tmp_path: Path) -> None:
     """By a request of its own, which no scheduler admits; or by one that joins the scheduler's."""
     with closing(below(tmp_path)) as cache:
-        bound = cache.namespace(LAYOUT, model="m", revision="r")
-        bound.computed(40, 1.0)
+        handle = cache.namespace(LAYOUT, model="m", revision="r")
+        handle.computed(40, 1.0)
         for name in ("rank", "joined"):
             before = cache.counters.get("planned_seconds")
-            with bound.request(id=name) as scheduler:
+            with handle.request(id=name) as scheduler:
                 hit = scheduler.match(range(44))
                 scheduler.admit()
-                with bound.join(name) if name == "joined" else bound.request(id="of a rank") as rank:
+                with handle.join(name) if name == "joined" else handle.request(id="of a rank") as rank:
                     if name == "rank":
                         rank.match(range(44))
                     assert rank.load(hit.blocks, pages(), [list(range(hit.blocks))]).wait(30)

@@ -40,8 +40,8 @@ def damage(place: Path) -> None:
 
 
 def brought(cache: Cache, seed: int, room: ByteBudget) -> tuple[bool, Prefetcher]:
-    bound = bound_to(cache)
-    near = Prefetcher(bound, packed(bound, tokens(seed, BLOCKS)), room, lambda: False)
+    handle = bound_to(cache)
+    near = Prefetcher(handle, packed(handle, tokens(seed, BLOCKS)), room, lambda: False)
     return near.prefetch("test"), near
 
 

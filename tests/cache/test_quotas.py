@@ -240,9 +240,9 @@ def test_compute_claims_do_not_change_other_weights(
 
 def test_stores_continue_after_an_absurd_compute_claim() -> None:
     with opened("lru", {}) as cache:
-        bound = cache.namespace(SMALL, model="claimed", revision="r", tenant="mad")
+        handle = cache.namespace(SMALL, model="claimed", revision="r", tenant="mad")
         for tokens, seconds in ((2**63, 5e-324), (1, 1e300), (1, 1e-300), (1000, 0.5)):
-            bound.computed(tokens, seconds)
+            handle.computed(tokens, seconds)
             for i in range(10):  # the tier has 48 slots
                 assert put(cache, SMALL, i, 8, "other") == 8
                 assert found(cache, SMALL, i, 8, "other") == 8

@@ -220,9 +220,9 @@ def test_a_failed_copy_returns_its_slots() -> None:
 
     with closing(opened(6)) as cache:
         put(cache, LARGE, 1, 8)
-        bound = cache.namespace(LARGE, model="m", revision="r", tenant="a")
-        bound.copiers = Broken()  # type: ignore[assignment]
-        with bound.request() as r:
+        handle = cache.namespace(LARGE, model="m", revision="r", tenant="a")
+        handle.copiers = Broken()  # type: ignore[assignment]
+        with handle.request() as r:
             assert r.match(chain(1, 8)).blocks == 8
             assert set(r.load(8, pages(LARGE, 8), [list(range(8))]).outcomes) == {kvcache.Outcome.FAILED}
         slots = [slot for slab in cache.host.arena.slabs() for slot in slab.slots.values()]

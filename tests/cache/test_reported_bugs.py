@@ -215,8 +215,8 @@ def test_later_page_writes_do_not_change_stored_blocks() -> None:
     for tensor in tensors:
         tensor[:] = rng.standard_normal(tensor.shape, np.float32)
     kept = [tensor[:, :10].copy() for tensor in tensors]
-    bound = cache.namespace(LAYOUT, model="m", revision="r")
-    with bound.request() as r:
+    handle = cache.namespace(LAYOUT, model="m", revision="r")
+    with handle.request() as r:
         r.match(TOKENS)
         store = r.store(pages, [list(range(10))])
         assert store.wait(30)
@@ -233,19 +233,19 @@ def test_a_block_lost_by_one_rank_is_a_miss_for_all() -> None:
     ranges of heads asks for both; the part that one lacks ends the prefix."""
     cache = open_cache()
     halves = [Shard(0, 2, 0, 2), Shard(0, 2, 2, 4)]
-    bounds = [cache.namespace(LAYOUT, model="m", revision="r", shards=[half]) for half in halves]
-    for bound, half in zip(bounds, halves, strict=True):
-        with bound.request() as r:
+    handles = [cache.namespace(LAYOUT, model="m", revision="r", shards=[half]) for half in halves]
+    for handle, half in zip(handles, halves, strict=True):
+        with handle.request() as r:
             r.match(TOKENS)
             assert r.store(described(LAYOUT, half)[1], [list(range(10))]).wait(30)
-    with bounds[1].request() as r:
+    with handles[1].request() as r:
         r.match(TOKENS)
         lost = r._chains()[0][4]
     assert cache.index.discard(lost, "host")
     cache.host.unpublish(lost)
     hits = []
-    for bound in bounds:
-        with bound.request() as r:
+    for handle in handles:
+        with handle.request() as r:
             hits.append(r.match(TOKENS).blocks)
     assert hits == [10, 4]
     assert min(hits) == 4, "what the scheduler may promise is the least of its ranks"
@@ -283,7 +283,7 @@ def test_evictions_lookups_and_loads_run_concurrently(request: pytest.FixtureReq
     """3536, 3406: crashes and foreign bytes under concurrency. Threads share prefixes in a cache that is too small."""
     turns = 400 if request.config.getoption("--long") else 40
     cache = open_cache(tmp_path / "nvme", capacity_bytes=1 * MiB)
-    bound = cache.namespace(LAYOUT, model="m", revision="r")
+    handle = cache.namespace(LAYOUT, model="m", revision="r")
     faults: list[str] = []
 
     def fill(tensors: list[Any], tokens: list[int], ids: list[int]) -> None:
@@ -298,7 +298,7 @@ def test_evictions_lookups_and_loads_run_concurrently(request: pytest.FixtureReq
             for _ in range(turns):
                 branch, length = rng.randrange(6), rng.randrange(4, 44)
                 tokens = [i if i < 12 else 1000 * branch + i for i in range(length)]
-                with bound.request() as r:
+                with handle.request() as r:
                     hit = r.match(tokens)
                     if rng.random() < 0.7:
                         r.admit()

@@ -70,10 +70,10 @@ def final_match(r: Any, tokens: Any = TOKENS) -> Any:
     return hit
 
 
-def load(bound: Any, engine: Engine, blocks: int, tokens: Any = TOKENS) -> tuple[int, list[bytes]]:
+def load(handle: Any, engine: Engine, blocks: int, tokens: Any = TOKENS) -> tuple[int, list[bytes]]:
     """What a load brings, and the bytes of it."""
     engine.poison()
-    with bound.request() as r:
+    with handle.request() as r:
         assert final_match(r, tokens).blocks == blocks
         r.admit()
         transfer = r.load(blocks, engine.described, engine.ids(list(range(blocks))))
@@ -83,8 +83,8 @@ def load(bound: Any, engine: Engine, blocks: int, tokens: Any = TOKENS) -> tuple
 
 def test_a_lookup_older_than_a_clear_is_ignored(opened: Open, monkeypatch: pytest.MonkeyPatch) -> None:
     cache = opened()
-    bound, go, asked, waits = bind(cache), threading.Event(), threading.Event(), threading.Event()
-    store(bound, Engine(FULL), TOKENS, list(range(10)))
+    handle, go, asked, waits = bind(cache), threading.Event(), threading.Event(), threading.Event()
+    store(handle, Engine(FULL), TOKENS, list(range(10)))
     assert cache.flush(30)
     assert cache._context.shared_lookup.wait(60)  # what was asked before it was stored
     (tier,) = cache.lower_tiers
@@ -103,10 +103,10 @@ def test_a_lookup_older_than_a_clear_is_ignored(opened: Open, monkeypatch: pytes
 
     monkeypatch.setattr(tier, "match_prefix", answer)
     monkeypatch.setattr(cache._context.shared_lookup, "wait", lambda timeout_s: waits.set() or wait(60))
-    with bound.request() as r:
+    with handle.request() as r:
         assert r.match(TOKENS).pending
         assert asked.wait(60)
-        clears = threading.Thread(target=bound.clear)
+        clears = threading.Thread(target=handle.clear)
         clears.start()
         assert waits.wait(60)
         go.set()
@@ -121,16 +121,16 @@ def test_another_process_finds_and_promotes_stored_blocks(opened: Open) -> None:
     expected = [engine.block(page) for page in range(10)]
     store(bind(one), engine, TOKENS, list(range(10)))
     assert one.flush(30)
-    bound = bind(other)
-    with bound.request() as r:
+    handle = bind(other)
+    with handle.request() as r:
         first = r.match(TOKENS)
         assert first.pending or first.blocks == 10
         assert final_match(r).by_tier == {"redis": 10}
         r.admit()
-    assert load(bound, Engine(FULL), 10) == (10, expected)
+    assert load(handle, Engine(FULL), 10) == (10, expected)
     assert other.counters.get("promoted_blocks", tier="redis") == 10
     assert other.counters.get("lookups", answer="found") == 1
-    with bound.request() as r:
+    with handle.request() as r:
         hit = r.match(TOKENS)
         assert (hit.pending, hit.by_tier) == (False, {"host": 10})
 
@@ -177,14 +177,14 @@ def test_blocks_evicted_from_the_server_shorten_the_hit(opened: Open, server: Re
     expected = [engine.block(page) for page in range(10)]
     store(bind(one), engine, TOKENS, list(range(10)))
     assert one.flush(30)
-    bound = bind(other)
-    with bound.request() as r:
+    handle = bind(other)
+    with handle.request() as r:
         assert final_match(r).blocks == 10
         place = KeyNames("kvcache")
         chain = r._chains()[0]
         assert server.client.delete(place.record(chain[gone])) == 1
-    assert load(bound, Engine(FULL), 10) == (gone, expected[:gone])
-    with bound.request() as r:
+    assert load(handle, Engine(FULL), 10) == (gone, expected[:gone])
+    with handle.request() as r:
         assert final_match(r).blocks == gone
 
 
@@ -220,15 +220,15 @@ def test_concurrent_stores_leave_one_copy(opened: Open, server: RedisServer) -> 
 
 def test_an_unreachable_server_is_a_miss(opened: Open) -> None:
     cache = opened("unix:///nowhere/at-all?db=0", serves=False)
-    bound, engine = bind(cache), Engine(FULL)
+    handle, engine = bind(cache), Engine(FULL)
     for _ in range(20):
-        with bound.request() as r:
+        with handle.request() as r:
             assert final_match(r).blocks == 0
-    assert store(bound, engine, TOKENS, list(range(10))).blocks == 10
+    assert store(handle, engine, TOKENS, list(range(10))).blocks == 10
     assert cache.flush(30).tiers["redis"] == TierFlush(refused=10)
     lost = cache.counters.get("write_failures", tier="redis") + cache.counters.get("drops", reason="orphan")
     assert lost == 10
-    with bound.request() as r:
+    with handle.request() as r:
         assert r.match(TOKENS).by_tier == {"host": 10}
 
 
@@ -236,12 +236,12 @@ def test_a_hung_server_delays_no_match_past_the_deadline(opened: Open, server: R
     proxy = RedisProxy(server.port)
     try:
         cache = opened(proxy.url, flow={"lookup_timeout_s": 0.5}, timeout_s=0.5, serves=False)
-        bound, engine = bind(cache), Engine(FULL)
+        handle, engine = bind(cache), Engine(FULL)
         proxy.hang = True
-        with bound.request() as r:
+        with handle.request() as r:
             assert r.match(TOKENS).pending
             assert final_match(r).blocks == 0
-        assert store(bound, engine, TOKENS, list(range(10))).blocks == 10
+        assert store(handle, engine, TOKENS, list(range(10))).blocks == 10
         assert cache.flush(30).tiers["redis"] == TierFlush(refused=10)
     finally:
         proxy.end()
@@ -256,8 +256,8 @@ def test_a_server_lost_during_a_read_is_a_miss(opened: Open, server: RedisServer
     proxy = RedisProxy(server.port)
     try:
         other = opened(proxy.url)
-        bound = bind(other)
-        with bound.request() as r:
+        handle = bind(other)
+        with handle.request() as r:
             assert final_match(r).blocks == 10
             proxy.drop = True
             r.admit()
@@ -278,8 +278,8 @@ def test_lookups_beyond_the_limit_use_known_answers(opened: Open, monkeypatch: p
         return lead(tier, *arguments, **keywords)
 
     monkeypatch.setattr(RedisTier, "match_prefix", slow)
-    bound = bind(cache)
-    requests = [bound.request() for _ in range(MAX_PENDING_LOOKUPS + 3)]
+    handle = bind(cache)
+    requests = [handle.request() for _ in range(MAX_PENDING_LOOKUPS + 3)]
     try:
         pending = [r.match([i, *range(30)]).pending for i, r in enumerate(requests)]
         assert pending == [True] * MAX_PENDING_LOOKUPS + [False] * 3

@@ -39,8 +39,8 @@ def expected(seed: int, blocks: int = 8) -> list[bytes]:
     return [engine.block(i) for i in range(blocks)]
 
 
-def blocks(bound: Any, tokens: list[int]) -> dict[str, int]:
-    with bound.request() as r:
+def blocks(handle: Any, tokens: list[int]) -> dict[str, int]:
+    with handle.request() as r:
         return dict(r.match(tokens).by_tier)
 
 
@@ -118,13 +118,13 @@ def test_a_warm_restart_keeps_the_bytes_in_host_memory(make: Open, nvme: bool) -
     new = make(nvme=nvme)
     assert taken(new, new_table, descriptors) == 40
     assert new.check() == []
-    bound = bound_to(new)
+    handle = bound_to(new)
     for number in range(5):
-        assert blocks(bound, prompt(number)) == {"host": 8}
-        assert load(bound, prompt(number)) == expected(number)
-    store(bound, prompt(9), 9)
-    assert load(bound, prompt(9)) == expected(9)
-    assert load(bound, prompt(0)) == expected(0)
+        assert blocks(handle, prompt(number)) == {"host": 8}
+        assert load(handle, prompt(number)) == expected(number)
+    store(handle, prompt(9), 9)
+    assert load(handle, prompt(9)) == expected(9)
+    assert load(handle, prompt(0)) == expected(0)
     assert new.check() == []
 
 
@@ -176,11 +176,11 @@ def test_a_smaller_arena_takes_the_most_recent_blocks(make: Open) -> None:
     successor = make(slabs=2)
     assert taken(successor, *left(old)) == 32
     assert successor.host.arena.mapped_bytes <= successor.host.arena.capacity_bytes
-    bound = bound_to(successor)
-    assert blocks(bound, prompt(0)) == blocks(bound, prompt(7)) == {"host": 8}
+    handle = bound_to(successor)
+    assert blocks(handle, prompt(0)) == blocks(handle, prompt(7)) == {"host": 8}
     for number in range(20, 28):  # and it works in what it has
-        store(bound, prompt(number), number)
-        assert load(bound, prompt(number)) == expected(number)
+        store(handle, prompt(number), number)
+        assert load(handle, prompt(number)) == expected(number)
     assert successor.check() == []
 
 

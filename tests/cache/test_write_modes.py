@@ -48,8 +48,8 @@ def written(cache: Any, tier: str) -> int:
     return int(cache.counters.get("written_blocks", tier=tier))
 
 
-def use(bound: Any, tokens: list[int]) -> None:
-    with bound.request() as r:
+def use(handle: Any, tokens: list[int]) -> None:
+    with handle.request() as r:
         r.match(tokens)
         r.admit()
 
@@ -59,14 +59,14 @@ def use(bound: Any, tokens: list[int]) -> None:
 )
 def test_each_mode_writes_at_its_time(tmp_path: Path, tier: str, mode: str, stored: int, used: int) -> None:
     with open_cache(tmp_path, mode, tier) as cache:
-        bound = bind(cache)
-        store(bound, Engine(FULL), SHORT, list(range(10)))
+        handle = bind(cache)
+        store(handle, Engine(FULL), SHORT, list(range(10)))
         assert written(cache, tier) == stored
-        use(bound, [1000 + t for t in SHORT])
+        use(handle, [1000 + t for t in SHORT])
         assert written(cache, tier) == stored
-        use(bound, SHORT)
+        use(handle, SHORT)
         assert written(cache, tier) == used
-        use(bound, SHORT)
+        use(handle, SHORT)
         assert written(cache, tier) == used
         assert cache.check() == []
 
@@ -78,20 +78,20 @@ def test_a_failed_offer_does_not_delay_a_flush(
         raise RuntimeError("no offers")
 
     with open_cache(tmp_path, "on_second_use") as cache:
-        bound = bind(cache)
-        store(bound, Engine(FULL), SHORT, list(range(10)))
+        handle = bind(cache)
+        store(handle, Engine(FULL), SHORT, list(range(10)))
         with monkeypatch.context() as patch:
             patch.setattr(cache.tier_manager.write_back_queues[0], "offer", fails)
-            use(bound, SHORT)
+            use(handle, SHORT)
             assert cache.flush(30).tiers["nvme"].reached == 10, "the flush offers them again"
         assert "RuntimeError: no offers" in caplog.text
 
 
-def headless(cache: Any, tier: str, bound: Any, prompts: list[list[int]]) -> list[str]:
+def headless(cache: Any, tier: str, handle: Any, prompts: list[list[int]]) -> list[str]:
     """Blocks whose parent the tier has not, by prompt."""
     faults = []
     for prompt in prompts:
-        with bound.request() as r:
+        with handle.request() as r:
             r.match(prompt)
             (chain,) = r._chains()
             there = [cache.index.contains(chain[i], tier) for i in range(len(chain))]
@@ -103,24 +103,24 @@ def headless(cache: Any, tier: str, bound: Any, prompts: list[list[int]]) -> lis
 def test_evicted_blocks_are_written_with_their_heads(tmp_path: Path, tier: str) -> None:
     """Sixty prompts through a host that holds ten: what left comes back, byte for byte."""
     with open_cache(tmp_path, "write_back", tier) as cache:
-        bound, engine = bind(cache), Engine(FULL)
+        handle, engine = bind(cache), Engine(FULL)
         prompts = [[seed, *range(39)] for seed in range(60)]
         expected = []
         for seed, prompt in enumerate(prompts):
             engine.fill(seed, list(range(10)))
             expected.append([engine.block(page) for page in range(10)])
-            if store(bound, engine, prompt, list(range(10))).blocks < 10:  # a drive that falls behind holds its slots
+            if store(handle, engine, prompt, list(range(10))).blocks < 10:  # a drive that falls behind holds its slots
                 assert cache.flush(30)
-                assert store(bound, engine, prompt, list(range(10))).blocks == 10
+                assert store(handle, engine, prompt, list(range(10))).blocks == 10
             if seed == 0:
                 assert written(cache, tier) == 0
         assert cache.flush(30)
         assert cache.counters.get("evicted_blocks", tier="host", kept="yes") > 200
-        assert headless(cache, tier, bound, prompts) == []
+        assert headless(cache, tier, handle, prompts) == []
         found = 0
         for prompt, blocks in zip(prompts, expected, strict=True):
             engine.poison()
-            with bound.request() as r:
+            with handle.request() as r:
                 hit = r.match(prompt)
                 r.admit()
                 transfer = r.load(hit.blocks, engine.described, engine.ids(list(range(hit.blocks))))
@@ -158,17 +158,17 @@ def test_another_process_reads_blocks_demoted_to_the_store(tmp_path: Path) -> No
     """As much of each prompt as this process has in the store, byte for byte, while it is open; of what is in its host
     memory alone, nothing."""
     with open_cache(tmp_path, "write_back", "object") as cache:
-        bound, engine = bind(cache), Engine(FULL)
+        handle, engine = bind(cache), Engine(FULL)
         prompts = [[seed, *range(39)] for seed in range(30)]
         expected = []
         for seed, prompt in enumerate(prompts):
             engine.fill(seed, list(range(10)))
             expected.append([hashlib.sha256(engine.block(page)).hexdigest() for page in range(10)])
-            store(bound, engine, prompt, list(range(10)))
+            store(handle, engine, prompt, list(range(10)))
             assert cache.flush(30)
         there = []
         for prompt in prompts:
-            with bound.request() as r:
+            with handle.request() as r:
                 r.match(prompt)
                 (chain,) = r._chains()
                 there.append(sum(cache.index.contains(chain[i], "object") for i in range(len(chain))))
@@ -184,19 +184,19 @@ def test_another_process_reads_blocks_demoted_to_the_store(tmp_path: Path) -> No
 
 def test_evictions_faster_than_writes_are_dropped(tmp_path: Path) -> None:
     with open_cache(tmp_path, "write_back", queue_blocks=4) as cache:
-        bound, engine = bind(cache), Engine(FULL)
+        handle, engine = bind(cache), Engine(FULL)
         prompts = [[seed, *range(39)] for seed in range(60)]
         for prompt in prompts:
-            assert store(bound, engine, prompt, list(range(10))).blocks == 10
+            assert store(handle, engine, prompt, list(range(10))).blocks == 10
         report = cache.flush(30).tiers["nvme"]
         assert report.refused == report.lost == cache.counters.get("drops", reason="nvme queue") > 0
-        assert headless(cache, "nvme", bound, prompts) == []
+        assert headless(cache, "nvme", handle, prompts) == []
         assert cache.check() == []
 
 
 def test_a_tail_is_dropped_if_its_head_was_not_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with open_cache(tmp_path, "write_through") as cache:
-        bound, engine = bind(cache), Engine(FULL)
+        handle, engine = bind(cache), Engine(FULL)
         (nvme,) = cache.lower_tiers
         submit = nvme.submit
         refuse: set[bytes] = set()
@@ -213,24 +213,24 @@ def test_a_tail_is_dropped_if_its_head_was_not_written(tmp_path: Path, monkeypat
             return whole
 
         monkeypatch.setattr(nvme, "submit", some)
-        with bound.request() as r:
+        with handle.request() as r:
             r.match(SHORT)
             refuse.add(r.signatures[4])
-        store(bound, engine, SHORT, list(range(10)))
+        store(handle, engine, SHORT, list(range(10)))
         report = cache.flush(30).tiers["nvme"]
         assert (report.reached, report.refused, report.waiting, report.lost) == (4, 6, 0, 0)
-        assert headless(cache, "nvme", bound, [SHORT]) == []
+        assert headless(cache, "nvme", handle, [SHORT]) == []
         refuse.clear()
-        store(bound, engine, [*SHORT, 1, 2, 3, 4], [10], first_block=10)
+        store(handle, engine, [*SHORT, 1, 2, 3, 4], [10], first_block=10)
         assert written(cache, "nvme") == 11
         assert cache.check() == []
 
 
 def test_groups_without_head_rule_are_written_alone(tmp_path: Path) -> None:
     with open_cache(tmp_path, "write_back", host_bytes=512 * KiB) as cache:
-        bound, engine = bind(cache, HYBRID), Engine(HYBRID)
+        handle, engine = bind(cache, HYBRID), Engine(HYBRID)
         prompts = [[seed, *range(39)] for seed in range(40)]
         for prompt in prompts:
-            store(bound, engine, prompt, list(range(10)))
+            store(handle, engine, prompt, list(range(10)))
         assert written(cache, "nvme") > 0
         assert cache.check() == []

@@ -333,12 +333,12 @@ def test_a_bundle_is_complete_and_holds_no_secret(
     target = tmp_path / "bundle.tar.gz"
     with closing(kvcache.open(host__capacity_bytes="1MiB", nvme__enabled=False)) as cache:
         layout = kvcache.KVLayout.mha(layers=1, kv_heads=1, head_dim=8, dtype="fp32")
-        bound = cache.namespace(
+        handle = cache.namespace(
             layout, model=f"https://me:{hidden[2]}@hub/model", revision=hidden[0], cache_salt=hidden[3]
         )
         cache.bypass.set("stores")  # type: ignore[attr-defined]
         pages = [kvcache.GroupPages.from_tensors(layout, np.zeros((1, 2, 4, 16, 1, 8), np.float32), axes=trip.AXES)]
-        with bound.request(id=f"request {hidden[4]}") as r:
+        with handle.request(id=f"request {hidden[4]}") as r:
             r.match(range(64))
             r.store(pages, [[0, 1, 2, 3]])
         told = members(kv, target, str(file))

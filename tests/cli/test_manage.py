@@ -149,7 +149,7 @@ def test_pin_promotes_up_to_the_pin_budget(kv: Any, tmp_path: Path, tier: str) -
         assert made.flush(60)
     with kvcache.open(**given) as made:
         assert isinstance(made, Cache)
-        bound = bound_to(made)
+        handle = bound_to(made)
         code, out, _ = kv("pin", json.dumps(tokens), "--json")
         assert code == 0
         pin = json.loads(out)["made"]
@@ -157,9 +157,9 @@ def test_pin_promotes_up_to_the_pin_budget(kv: Any, tmp_path: Path, tier: str) -
         assert pin["by_tier"] == {"host": 16 * 4, tier: 4 * 4}, "the rest stays below, and is kept there"
         assert made.stats()["tiers"]["host"]["pinned_bytes"] == 16 * 12_288  # an eighth
         for turn in range(40):
-            store(bound, [1000 * turn + t for t in range(9_000, 9_064)], turn)
+            store(handle, [1000 * turn + t for t in range(9_000, 9_064)], turn)
         assert made.flush(60)
-        with bound.request() as r:
+        with handle.request() as r:
             assert r.match(tokens[: 16 * 4]).by_tier == {"host": 16}
         assert kv("unpin", "all")[0] == 0
         assert made.check() == []

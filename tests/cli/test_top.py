@@ -38,13 +38,13 @@ def cache() -> Iterator[Cache]:
         evict__tenants={"acme": {"host_quota_bytes": "2MiB", "host_guaranteed_bytes": "1MiB"}},
     ) as made:
         assert isinstance(made, Cache)
-        bound = bound_to(made, tenant="acme", model="org/large")
-        store(bound, list(range(64)), 1)
+        handle = bound_to(made, tenant="acme", model="org/large")
+        store(handle, list(range(64)), 1)
         for n in range(3):
-            with bound.request(id=f"r{n}", agent="planner") as r:
+            with handle.request(id=f"r{n}", agent="planner") as r:
                 r.match([*range(64), *range(900 + 4 * n, 904 + 4 * n)])
                 r.admit()
-        load(bound, list(range(64)))
+        load(handle, list(range(64)))
         made.curve()  # plays what waits, so that statistics stay as they are
         yield made
 
@@ -100,13 +100,13 @@ def test_json_is_the_same_from_both(cache: Cache, kv: Any, serve: Callable[..., 
 
 
 def test_top_shows_rates_between_two_polls(cache: Cache, kv: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    bound, looks = bound_to(cache, tenant="acme", model="org/large"), iter(range(3))
+    handle, looks = bound_to(cache, tenant="acme", model="org/large"), iter(range(3))
 
     def sleep(seconds: float) -> None:
         assert seconds == 0.5
         if next(looks) == 2:
             raise KeyboardInterrupt
-        with bound.request() as r:
+        with handle.request() as r:
             r.match([*range(64), *range(500, 564)])
             r.admit()
 

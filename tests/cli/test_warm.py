@@ -86,10 +86,10 @@ def test_warm_without_redis_computes_every_prompt(kv: Any, spoken: Spoken, tmp_p
 
 
 def test_warm_hot_loads_the_fleets_most_used_prefixes(kv: Any, cache: Any, server: RedisServer, settings: Path) -> None:
-    bound, engine = bind(cache), Engine(FULL)
+    handle, engine = bind(cache), Engine(FULL)
     tokens = list(range(32))
-    store(bound, engine, tokens, list(range(8)))
-    with bound.request() as r:
+    store(handle, engine, tokens, list(range(8)))
+    with handle.request() as r:
         r.match(tokens)
         r.admit()
     assert cache.flush(30)

@@ -105,7 +105,7 @@ class Nameless(TestTheExample.example):  # type: ignore[misc]
     def __init__(self, cache: kvcache.KVCache | None, *, weights: int = 0, **more: Any) -> None:
         super().__init__(None, weights=weights, **more)
         if cache is not None:
-            self.bound = cache.namespace(self.pages[0].layout, model="toy", revision="")
+            self.handle = cache.namespace(self.pages[0].layout, model="toy", revision="")
 
 
 class Forgetful(TestTheExample.example):  # type: ignore[misc]

@@ -52,10 +52,10 @@ def sglang(path: str, layout: str = "page_first", **served: Any) -> tuple[bytes,
     )
     pool.fill(1)
     described = describe_pool(pool, Ranks(), canonical=True)
-    bound = NaiveCache().namespace(
+    handle = NaiveCache().namespace(
         described.layout, model=identity.model, revision=identity.revision, facts=identity.facts_of("kv", "")
     )
-    return bound.id, described
+    return handle.id, described
 
 
 def caches(seed: int = 1) -> dict[str, torch.Tensor]:
@@ -81,17 +81,17 @@ def vllm(path: str, tensors: dict[str, Any] | None = None, **served: Any) -> tup
         )
     )
     made = share_model(config, Options(share_across_engines=True), ModelIdentity("", "", {}, layout, shards, of))
-    bound = NaiveCache().namespace(made.layout, model=made.name, revision=made.revision, facts=made.facts)
-    return bound.id, made, shape
+    handle = NaiveCache().namespace(made.layout, model=made.name, revision=made.revision, facts=made.facts)
+    return handle.id, made, shape
 
 
 def reference(path: str) -> bytes:
     engine = Engine(
         load_model(path), NaiveCache(), EngineConfig(pages=8, name="as it is served", share_across_engines=True)
     )
-    bound = engine._prefix._bound
-    assert bound is not None
-    return bound.id
+    handle = engine._prefix._handle
+    assert handle is not None
+    return handle.id
 
 
 def test_all_engines_give_one_model_the_same_id(model: str) -> None:

@@ -68,8 +68,8 @@ def wait_background(cache: Any) -> None:
         submit(lambda: None).result(60)
 
 
-def store(bound: Any, engine: Engine, tokens: list[int], ids: list[int], first_block: int = 0) -> Any:
-    with bound.request() as r:
+def store(handle: Any, engine: Engine, tokens: list[int], ids: list[int], first_block: int = 0) -> Any:
+    with handle.request() as r:
         r.match(tokens)
         transfer = r.store(engine.described, engine.ids(ids), first_block=first_block)
         assert transfer.wait(30)

@@ -64,11 +64,11 @@ def test_a_block_is_a_hit_only_if_all_ranks_have_it(cache: Any) -> None:
 
 
 def test_ranks_join_an_open_request_by_its_id(cache: Any) -> None:
-    bound, engine = bind(cache), Engine(FULL)
+    handle, engine = bind(cache), Engine(FULL)
     with pytest.raises(kvcache.RequestError):
-        bound.join("a")
-    with bound.request(id="a") as r:
-        joined = bound.join("a")
+        handle.join("a")
+    with handle.request(id="a") as r:
+        joined = handle.join("a")
         assert len(joined.signatures) == 0
         r.match(list(range(8)))
         r.extend([8, 9, 10, 11])
@@ -80,12 +80,12 @@ def test_ranks_join_an_open_request_by_its_id(cache: Any) -> None:
                 told()
         joined.close()
         with bind(cache, model="other").request(id="a"):
-            bound.join("a").close()  # another namespace's is another request
-        with bound.request(id="a"), pytest.raises(kvcache.RequestError):
-            bound.join("a")
-        bound.join("a").close()
+            handle.join("a").close()  # another namespace's is another request
+        with handle.request(id="a"), pytest.raises(kvcache.RequestError):
+            handle.join("a")
+        handle.join("a").close()
     with pytest.raises(kvcache.RequestError):
-        bound.join("a")
+        handle.join("a")
 
 
 def test_pages_and_ranks_that_are_not_this_process_s_are_refused(cache: Any) -> None:

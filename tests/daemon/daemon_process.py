@@ -153,22 +153,22 @@ def bound_to(cache: Any, **fields: Any) -> Any:
     return bind(cache, LAYOUT, **fields)
 
 
-def store(bound: Any, tokens: list[int], seed: int, engine: Engine | None = None) -> list[bytes]:
+def store(handle: Any, tokens: list[int], seed: int, engine: Engine | None = None) -> list[bytes]:
     """Store what `seed` makes under these tokens; the blocks' bytes."""
     engine = engine or Engine(LAYOUT)
     ids = list(range(len(tokens) // LAYOUT.block_tokens))
     engine.fill(seed, ids)
-    with bound.request() as r:
+    with handle.request() as r:
         r.match(tokens)
         assert r.store(engine.described, engine.ids(ids)).wait(60)
     return [engine.block(i) for i in ids]
 
 
-def load(bound: Any, tokens: list[int], engine: Engine | None = None) -> list[bytes]:
+def load(handle: Any, tokens: list[int], engine: Engine | None = None) -> list[bytes]:
     """The bytes of the blocks that were loaded."""
     engine = engine or Engine(LAYOUT)
     engine.poison()
-    with bound.request() as r:
+    with handle.request() as r:
         hit = r.match(tokens)
         r.admit()
         transfer = r.load(hit.blocks, engine.described, engine.ids(list(range(hit.blocks))))

@@ -15,11 +15,11 @@ def main(where: str, seed: int) -> None:
     rng, engine = random.Random(seed), Engine(LAYOUT)
     engine.fill(seed, list(range(32)))
     with kvcache.open(where, **PATIENT) as cache:
-        bound = bound_to(cache)
+        handle = bound_to(cache)
         print("begins", flush=True)
         while True:
             tokens = [seed, rng.randrange(8), *range(126)]
-            with bound.request() as r:
+            with handle.request() as r:
                 hit = r.match(tokens)
                 r.admit()
                 r.load(hit.blocks, engine.described, engine.ids(list(range(hit.blocks))))

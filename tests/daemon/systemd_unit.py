@@ -102,22 +102,22 @@ def observe() -> dict[str, Any]:
     status = Path(f"/proc/{first}/status").read_text(encoding="utf-8")
     found["rights"] = re.findall(r"^CapEff:\s*(\w+)$|^NoNewPrivs:\s*(\d)$|^Seccomp:\s*(\d)$", status, re.MULTILINE)
     with kvcache.open(f"unix:{SOCKET}", **PATIENT) as cache:
-        bound = bound_to(cache)
-        expected = store(bound, PROMPT, 1)
+        handle = bound_to(cache)
+        expected = store(handle, PROMPT, 1)
         systemctl("restart", "kvcache")
         reached(cache)
         found["another"] = pid() != first
-        with bound.request() as r:
+        with handle.request() as r:
             found["after a restart"] = dict(r.match(PROMPT).by_tier)
-        found["the same bytes"] = load(bound, PROMPT) == expected
+        found["the same bytes"] = load(handle, PROMPT) == expected
         found["kept twice"] = int(systemctl("show", "-p", "NFileDescriptorStore", "--value", "kvcache"))
         systemctl("reload", "kvcache")
-        found["after a reload"] = load(bound, PROMPT) == expected
+        found["after a reload"] = load(handle, PROMPT) == expected
         killed = pid()
         os.kill(killed, signal.SIGKILL)
         until(lambda: pid() not in (0, killed))
         reached(cache, 120)
-        with bound.request() as r:
+        with handle.request() as r:
             found["after a kill"] = dict(r.match(PROMPT).by_tier)
         found["check"] = cache.check()
     systemctl("stop", "kvcache")

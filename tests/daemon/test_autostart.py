@@ -206,9 +206,9 @@ def test_a_daemon_that_is_ending_is_waited_for(place: Path) -> None:
     given = DRIVE | {"nvme__path": str(place / "nvme"), "nvme__capacity_bytes": "64MiB"}
     for engine in ("same", "another"):
         with opened(find_or_start(engine, **given)) as cache:
-            bound = bound_to(cache)
+            handle = bound_to(cache)
             daemon = os.pidfd_open(cache.connection.pid)
-            store(bound, list(range(64)), 1)
+            store(handle, list(range(64)), 1)
             os.kill(cache.connection.pid, signal.SIGTERM)
         where = find_or_start(engine, **given)  # while the first one may be writing what is queued
         with opened(where) as cache:

@@ -16,16 +16,16 @@ def test_clear_erases_a_tenant_with_connected_clients(make_daemon: Callable[...,
     daemon.start()
     with daemon.open() as cache:
         mine, other = bound_to(cache, tenant="mine"), bound_to(cache, tenant="other")
-        for bound in (mine, other):
-            store(bound, list(range(32)), 1)
+        for handle in (mine, other):
+            store(handle, list(range(32)), 1)
         assert cache.flush(30)
         (control,) = runtime.glob("*.sock")  # by its path: other caches of this machine are not this test's to clear
         command = [sys.executable, "-m", "kvcache.cli.main", "clear", "--tenant", "mine", "--address", str(control)]
         done = subprocess.run(command, env=daemon.environ, capture_output=True, text=True, timeout=120, check=False)
         assert done.returncode == 0, done.stderr
         assert "removed: no record of 1 namespaces remains" in done.stdout
-        for bound, blocks in ((mine, 0), (other, 32 // LAYOUT.block_tokens)):
-            with bound.request() as r:
+        for handle, blocks in ((mine, 0), (other, 32 // LAYOUT.block_tokens)):
+            with handle.request() as r:
                 assert r.match(list(range(32))).blocks == blocks
         store(mine, list(range(32)), 2)
         with mine.request() as r:

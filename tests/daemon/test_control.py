@@ -67,7 +67,7 @@ def hung_up(connection: socket.socket) -> bool:
 
 
 def test_a_running_cache_is_found_with_its_info(cache: Any, runtime: Path) -> None:
-    bound = cache.namespace(LAYOUT, model="org/model", revision="r", cache_salt="of one tenant")
+    handle = cache.namespace(LAYOUT, model="org/model", revision="r", cache_salt="of one tenant")
     (found,) = find_caches()
     assert found.path == runtime / f"{os.getpid()}-1.sock"
     assert found.address == f"{os.getpid()}-1"
@@ -81,7 +81,7 @@ def test_a_running_cache_is_found_with_its_info(cache: Any, runtime: Path) -> No
     assert (info["models"], info["nvme_path"], info["bypass"]) == (["org/model"], None, "off")
     assert info["tiers"]["host"]["capacity_bytes"] == 1 << 20
     assert "of one tenant" not in repr(info)
-    assert bound.layout == LAYOUT
+    assert handle.layout == LAYOUT
 
 
 def test_only_the_owner_may_connect(path: Path) -> None:
@@ -133,11 +133,11 @@ def test_statistics_and_events_equal_the_caches(cache: Any, path: Path) -> None:
 
 
 def test_bypass_turns_the_cache_off_and_on(cache: Any, path: Path) -> None:
-    bound, there = cache.namespace(LAYOUT, model="m", revision="r"), pages()
+    handle, there = cache.namespace(LAYOUT, model="m", revision="r"), pages()
 
     def turn(tokens: range) -> tuple[int, str, int, int]:
         """Blocks matched and why no more, blocks loaded of the two that an engine asks for, blocks stored."""
-        with bound.request() as r:
+        with handle.request() as r:
             hit = r.match(tokens)
             r.admit()
             load = r.load(2, there, [[0, 1]])
@@ -195,14 +195,14 @@ def test_a_check_of_a_busy_cache_finds_no_fault(runtime: Path, tmp_path: Path) -
     nvme = {"path": tmp_path / "nvme", "capacity_bytes": "8MiB", "min_free_bytes": 0}
     with closing(open_cache(nvme__enabled=True, nvme=nvme)) as cache:
         (found,) = find_caches()
-        bound = cache.namespace(LAYOUT, model="m", revision="r")
+        handle = cache.namespace(LAYOUT, model="m", revision="r")
         busy, ended = threading.Event(), threading.Event()
 
         def use(first: int) -> None:
             there, turn = pages(), 0
             while not ended.is_set():
                 turn += 1
-                with bound.request() as r:
+                with handle.request() as r:
                     tokens = range(first + 1000 * (turn % 50), first + 1000 * (turn % 50) + 64)
                     hit = r.match(tokens)
                     r.admit()

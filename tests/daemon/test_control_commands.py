@@ -55,8 +55,8 @@ def far(opened: Callable[[], Cache]) -> Cache:
     return cache
 
 
-def tiers(bound: Any, tokens: list[int] = TOKENS) -> dict[str, int]:
-    with bound.request() as r:
+def tiers(handle: Any, tokens: list[int] = TOKENS) -> dict[str, int]:
+    with handle.request() as r:
         return dict(r.match(tokens).by_tier)
 
 
@@ -73,15 +73,15 @@ def test_a_pin_promotes_at_most_its_budget(far: Cache) -> None:
 
 
 def test_resident_blocks_count_in_the_pin_budget(far: Cache) -> None:
-    bound, engine = bound_to(far), Engine(LAYOUT)
+    handle, engine = bound_to(far), Engine(LAYOUT)
     near = TOKENS[: FITS // 2 * LAYOUT.block_tokens]
-    with bound.request() as r:
+    with handle.request() as r:
         r.match(near)
         r.admit()
         assert r.load(FITS // 2, engine.described, engine.ids(list(range(FITS // 2)))).wait(60)
-    assert tiers(bound) == {"host": FITS // 2, "nvme": BLOCKS - FITS // 2}
+    assert tiers(handle) == {"host": FITS // 2, "nvme": BLOCKS - FITS // 2}
     pinned(far)
-    assert tiers(bound) == {"host": FITS, "nvme": BLOCKS - FITS}
+    assert tiers(handle) == {"host": FITS, "nvme": BLOCKS - FITS}
 
 
 def test_other_pins_count_in_the_pin_budget(far: Cache) -> None:
@@ -109,11 +109,11 @@ def test_a_pin_beyond_the_limit_promotes_nothing(far: Cache, monkeypatch: pytest
 @pytest.mark.parametrize("blocks", [0, 1, 7, 8, 9, 1000])
 def test_a_block_fits_if_all_its_records_fit(opened: Callable[[], Cache], layout: Any, blocks: int) -> None:
     cache = opened()
-    bound = bind(cache, layout)
+    handle = bind(cache, layout)
 
     def size(blocks: int) -> int:
         need = wanted(layout, blocks)
-        return sum(len(need[place.group]) * record_bytes(place.payload_bytes) for place in bound.all_shards)
+        return sum(len(need[place.group]) * record_bytes(place.payload_bytes) for place in handle.all_shards)
 
     room = cache.host.usage().capacity_bytes // PIN_DIVISOR
-    assert cache.pins.pinnable_blocks(bound, blocks) == max(n for n in range(blocks + 1) if size(n) <= room)
+    assert cache.pins.pinnable_blocks(handle, blocks) == max(n for n in range(blocks + 1) if size(n) <= room)

@@ -26,7 +26,7 @@ def test_ttls_of_requests_and_namespaces_are_kept(in_process: InProcessDaemon, m
     for seconds, blocks in ((59, [8, 8]), (61, [8, 0]), (601, [0, 0])):
         later(seconds)
         found = []
-        for bound in (long, short):
-            with bound.request() as r:
+        for handle in (long, short):
+            with handle.request() as r:
                 found.append(r.match(list(range(32))).blocks)
         assert found == blocks

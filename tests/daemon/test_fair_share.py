@@ -129,9 +129,9 @@ def test_a_tenant_cannot_take_anothers_connection_share(make_in_process: Make, t
         came_in(in_process, ACME, tmp_path)
     tokens = list(range(8))
     for token in (BETA, ROOT):  # a control connection each, and one that moves
-        bound = bound_to(came_in(in_process, token, tmp_path, threads=1))
-        expected = store(bound, tokens, 1)
-        assert load(bound, tokens) == expected
+        handle = bound_to(came_in(in_process, token, tmp_path, threads=1))
+        expected = store(handle, tokens, 1)
+        assert load(handle, tokens) == expected
     with pytest.raises(UnreachableError, match=r"daemon\.connections"):
         came_in(in_process, BETA, tmp_path)
     greedy[0].close()

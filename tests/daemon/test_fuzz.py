@@ -188,7 +188,7 @@ def test_random_messages_neither_crash_nor_leak(
         assert cache.check() == []
 
 
-def keep_secret(bound: Any) -> list[bytes]:
+def keep_secret(handle: Any) -> list[bytes]:
     """Two blocks full of the secret."""
     from tests.contract.fake_engine import Engine
 
@@ -198,7 +198,7 @@ def keep_secret(bound: Any) -> list[bytes]:
         flat[:] = 0
         for at in range(0, len(flat) - len(SECRET), 512):
             flat[at : at + len(SECRET)] = list(SECRET)
-    with bound.request() as r:
+    with handle.request() as r:
         r.match(list(range(8)))
         assert r.store(engine.described, engine.ids([0, 1])).wait(60)
     return [engine.block(0), engine.block(1)]

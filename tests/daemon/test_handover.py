@@ -46,8 +46,8 @@ take_over(Path(sys.argv[1]))
 """Asks to be the heir, as any user: first without a look at who is there."""
 
 
-def tiers(bound: Any, tokens: list[int]) -> dict[str, int]:
-    with bound.request() as r:
+def tiers(handle: Any, tokens: list[int]) -> dict[str, int]:
+    with handle.request() as r:
         return dict(r.match(tokens).by_tier)
 
 
@@ -55,9 +55,9 @@ def tiers(bound: Any, tokens: list[int]) -> dict[str, int]:
 def test_a_handover_keeps_the_blocks_in_host_memory(make_daemon: Make, nvme: bool) -> None:
     daemon = make_daemon(nvme=nvme).start()
     with daemon.open() as cache:
-        bound = bound_to(cache)
-        expected = store(bound, PROMPT, 1)
-        r = bound.request(id="open")
+        handle = bound_to(cache)
+        expected = store(handle, PROMPT, 1)
+        r = handle.request(id="open")
         assert r.match(PROMPT).blocks == 8
         successor = daemon.successor().start("--replace")
         code, said = daemon.wait_exit()
@@ -65,18 +65,18 @@ def test_a_handover_keeps_the_blocks_in_host_memory(make_daemon: Make, nvme: boo
         reached(cache)
         assert dict(r.match().by_tier) == {"host": 8}, "an open request goes on"
         r.close()
-        assert load(bound, PROMPT) == expected
-        other = store(bound, list(range(100, 132)), 2)  # into the same extents
-        assert load(bound, list(range(100, 132))) == other
-        assert load(bound, PROMPT) == expected
+        assert load(handle, PROMPT) == expected
+        other = store(handle, list(range(100, 132)), 2)  # into the same extents
+        assert load(handle, list(range(100, 132))) == other
+        assert load(handle, PROMPT) == expected
         assert cache.flush(60)
         assert cache.check() == []
         daemon = successor.successor().start("--replace")  # and so on
         assert successor.wait_exit()[0] == 0
         reached(cache)
-        assert tiers(bound, PROMPT) == {"host": 8}
-        assert load(bound, PROMPT) == expected
-        assert load(bound, list(range(100, 132))) == other
+        assert tiers(handle, PROMPT) == {"host": 8}
+        assert load(handle, PROMPT) == expected
+        assert load(handle, list(range(100, 132))) == other
         assert cache.check() == []
     assert daemon.terminate()[0] == 0
 
@@ -86,8 +86,8 @@ def test_a_handover_keeps_pins(make_daemon: Make, runtime: Path) -> None:
     daemon.environ["XDG_RUNTIME_DIR"] = str(runtime.parent)
     daemon.start()
     with daemon.open() as cache:
-        bound = bound_to(cache)
-        expected = store(bound, PROMPT, 1)
+        handle = bound_to(cache)
+        expected = store(handle, PROMPT, 1)
         (control,) = runtime.glob("*.sock")
         kept = send_command(control, "pin", ids=np.array(PROMPT, "<u4").tobytes(), seconds=3600)["pins"]
         assert [pin["tokens"] for pin in kept] == [len(PROMPT)]
@@ -97,8 +97,8 @@ def test_a_handover_keeps_pins(make_daemon: Make, runtime: Path) -> None:
         (control,) = runtime.glob("*.sock")
         assert send_command(control, "pin")["pins"] == kept
         for seed in range(2, 32):  # more than all of its memory
-            store(bound, [seed * 100 + i for i in range(32)], seed)
-        assert load(bound, PROMPT) == expected
+            store(handle, [seed * 100 + i for i in range(32)], seed)
+        assert load(handle, PROMPT) == expected
         assert send_command(control, "unpin", pin=kept[0]["pin"])["pins"] == []
     assert successor.terminate()[0] == 0
 
@@ -132,14 +132,14 @@ def test_another_version_leaves_only_the_drive(make_daemon: Make, what: str) -> 
     daemon.wrapper = [sys.executable, "-m", "tests.daemon.other_version_daemon", what]
     daemon.start()
     with daemon.open() as cache:
-        bound = bound_to(cache)
-        expected = store(bound, PROMPT, 1)
+        handle = bound_to(cache)
+        expected = store(handle, PROMPT, 1)
         assert cache.flush(60)
         successor = daemon.successor(LOG__FORMAT="text").start("--replace")
         assert daemon.wait_exit()[0] == 0
         reached(cache)
-        assert tiers(bound, PROMPT) == {"nvme": 8}
-        assert load(bound, PROMPT) == expected
+        assert tiers(handle, PROMPT) == {"nvme": 8}
+        assert load(handle, PROMPT) == expected
         assert cache.check() == []
     code, said = successor.terminate()
     assert code == 0
@@ -149,17 +149,17 @@ def test_another_version_leaves_only_the_drive(make_daemon: Make, what: str) -> 
 def test_a_smaller_arena_takes_the_blocks_that_fit(make_daemon: Make) -> None:
     daemon = make_daemon(nvme=True).start()
     with daemon.open() as cache:
-        bound = bound_to(cache)
-        expected = {seed: store(bound, [seed, *range(255)], seed) for seed in range(30)}  # 22 MiB
+        handle = bound_to(cache)
+        expected = {seed: store(handle, [seed, *range(255)], seed) for seed in range(30)}  # 22 MiB
         assert cache.flush(60)
         successor = daemon.successor(HOST__CAPACITY_BYTES="8MiB").start("--replace")
         assert daemon.wait_exit()[0] == 0
         reached(cache)
-        assert tiers(bound, [29, *range(255)]) == {"host": 64}, "what was used last"
+        assert tiers(handle, [29, *range(255)]) == {"host": 64}, "what was used last"
         stats = cache.stats()["tiers"]["host"]
         assert 4 << 20 <= stats["used_bytes"] <= stats["capacity_bytes"] == 8 << 20
         for seed, blocks in expected.items():
-            assert load(bound, [seed, *range(255)]) == blocks
+            assert load(handle, [seed, *range(255)]) == blocks
         assert cache.check() == []
     assert successor.terminate()[0] == 0
 
@@ -214,10 +214,10 @@ def test_an_earlier_reader_gets_a_miss_and_no_other_block(make_daemon: Make) -> 
     daemon = make_daemon(HOST__CAPACITY_BYTES="4MiB", HOST__SLAB_BYTES="1MiB", DAEMON__DRAIN_S=0.2).start()
     slow, engine = Slow(), Engine(LAYOUT)
     with daemon.open() as cache, daemon.open() as other:
-        bound = bound_to(cache)
-        store(bound, PROMPT, 1)
+        handle = bound_to(cache)
+        store(handle, PROMPT, 1)
         cache.copiers = slow
-        with bound.request() as r:
+        with handle.request() as r:
             assert r.match(PROMPT).blocks == 8
             transfer = r.load(8, engine.described, engine.ids(list(range(8))))
             assert slow.entered.wait(60)
@@ -240,9 +240,9 @@ def test_an_earlier_writer_changes_no_other_block(make_daemon: Make) -> None:
     engine.fill(9, list(range(8)))
     with daemon.open() as cache, daemon.open() as other:
         first = {turn: store(bound_to(other), [2000 + turn, *range(127)], turn) for turn in range(4)}
-        bound = bound_to(cache)
+        handle = bound_to(cache)
         cache.copiers = slow
-        with bound.request() as r:
+        with handle.request() as r:
             r.match(PROMPT)
             transfer = r.store(engine.described, engine.ids(list(range(8))))
             assert slow.entered.wait(60)
@@ -300,7 +300,7 @@ def test_clients_continue_through_many_handovers(make_daemon: Make, request: pyt
                 daemon = successor
                 reached(cache)
         for worker in workers:  # there is no drive: what is still there came through memory
-            assert any(tiers(worker.bound, worker.tokens(prompt)) == {"host": BLOCKS} for prompt in worker.stored)
+            assert any(tiers(worker.handle, worker.tokens(prompt)) == {"host": BLOCKS} for prompt in worker.stored)
         assert cache.check() == []
 
 

@@ -31,12 +31,12 @@ def cache() -> Iterator[Cache]:
     settings = load_settings(None, host={"capacity_bytes": "4MiB", "slab_bytes": "1MiB"}, nvme__enabled=False)
     with Cache(settings) as made:
         for tenant, first in (("acme", 0), ("zeta", 500)):
-            bound = bound_to(made, tenant=tenant, model=f"org/{tenant}")
-            store(bound, list(range(first, first + 32)), first)
-            with bound.request(id=f"of {tenant}", agent=f"{tenant}-agent") as r:
+            handle = bound_to(made, tenant=tenant, model=f"org/{tenant}")
+            store(handle, list(range(first, first + 32)), first)
+            with handle.request(id=f"of {tenant}", agent=f"{tenant}-agent") as r:
                 r.match([*range(first, first + 32), 1, 2, 3, 4])
                 r.admit()
-            load(bound, list(range(first, first + 32)))
+            load(handle, list(range(first, first + 32)))
         made.namespace_usage.take()
         made.curve()  # plays what waits, so that statistics stay as they are
         yield made

@@ -60,13 +60,13 @@ def cache() -> Iterator[Cache]:
     )
     with Cache(settings) as made:
         for tenant, first in (("acme", 0), ("zeta", 5000)):
-            bound = bound_to(made, tenant=tenant, model=f"org/{tenant}")
-            store(bound, list(range(first, first + 128)), first)
+            handle = bound_to(made, tenant=tenant, model=f"org/{tenant}")
+            store(handle, list(range(first, first + 128)), first)
             for n in range(5):
-                with bound.request(id=f"{tenant}-{n}", agent=f"{tenant} {EVIL}") as r:
+                with handle.request(id=f"{tenant}-{n}", agent=f"{tenant} {EVIL}") as r:
                     r.match([*range(first, first + 128), *range(9000 + n, 9004 + n)])
                     r.admit()
-            load(bound, list(range(first, first + 128)))
+            load(handle, list(range(first, first + 128)))
         yield made
 
 
@@ -165,8 +165,8 @@ def test_the_curve_on_the_page_equals_the_api(page: Browser) -> None:
 
 def test_the_page_refreshes_itself(page: Browser, cache: Cache) -> None:
     before = int(figures(page)["requests"][1])
-    bound = bound_to(cache, tenant="acme", model="org/acme")
-    with bound.request(id="later") as r:
+    handle = bound_to(cache, tenant="acme", model="org/acme")
+    with handle.request(id="later") as r:
         r.match(list(range(128)))
         r.admit()
     page.until(f"document.querySelector('[data-figure=requests]').dataset.value === '{before + 1}'")

@@ -69,10 +69,10 @@ def make_web(make_daemon: MakeDaemon, monkeypatch: pytest.MonkeyPatch) -> Callab
 def test_the_http_server_shows_engine_activity(make_web: Callable[..., Web]) -> None:
     web = make_web().start()
     with web.open() as cache:
-        bound = bound_to(cache)
-        store(bound, list(range(64)), 1)
-        assert len(load(bound, list(range(64)))) == 16
-        with bound.request(agent="planner") as r:
+        handle = bound_to(cache)
+        store(handle, list(range(64)), 1)
+        assert len(load(handle, list(range(64)))) == 16
+        with handle.request(agent="planner") as r:
             r.match(list(range(64)))
             r.admit()
     status, text = web.get("/metrics")

@@ -24,9 +24,9 @@ BLOCKS = 8
 class Worker:
     """Stores prompts and loads them, and remembers what was said of each: wrong bytes are the only fault."""
 
-    def __init__(self, bound: Any, number: int, most: int | None = None) -> None:
+    def __init__(self, handle: Any, number: int, most: int | None = None) -> None:
         """`most`: it ends by itself after so many turns."""
-        self.bound, self.number, self.most = bound, number, most
+        self.handle, self.number, self.most = handle, number, most
         self.rng = random.Random(number)
         self.turns = self.misses = self.hits = 0
         self.faults: list[str] = []
@@ -47,7 +47,7 @@ class Worker:
         engine, ids = Engine(LAYOUT), list(range(BLOCKS))
         while not self.ending.is_set() and self.turns != self.most:
             prompt = self.rng.randrange(12)
-            with self.bound.request() as r:
+            with self.handle.request() as r:
                 hit = r.match(self.tokens(prompt))
                 r.admit()
                 if hit.blocks < BLOCKS:

@@ -102,9 +102,9 @@ def test_a_partial_store_is_never_visible(in_process: InProcessDaemon) -> None:
 
 def test_a_disconnect_releases_a_clients_holds(in_process: InProcessDaemon) -> None:
     cache = in_process.open()
-    bound = bound_to(cache)
-    store(bound, list(range(40)), 1)
-    requests = [bound.request() for _ in range(3)]
+    handle = bound_to(cache)
+    store(handle, list(range(40)), 1)
+    requests = [handle.request() for _ in range(3)]
     for r in requests:
         r.match(list(range(40)))
         r.admit()
@@ -117,9 +117,9 @@ def test_a_disconnect_releases_a_clients_holds(in_process: InProcessDaemon) -> N
 def test_a_lease_lasts_while_its_request_waits(in_process: InProcessDaemon) -> None:
     """Only a copy has one: what is held belongs to the request, which may wait as long as it likes."""
     cache = in_process.open()
-    bound = bound_to(cache)
-    expected = store(bound, list(range(16)), 1)
-    with bound.request() as r:
+    handle = bound_to(cache)
+    expected = store(handle, list(range(16)), 1)
+    with handle.request() as r:
         r.match(list(range(16)))
         r.admit()
         other = bound_to(in_process.open())
@@ -153,14 +153,14 @@ def test_released_memory_is_unmapped_and_not_shared(in_process: InProcessDaemon)
 
 def test_a_cancelled_transfer_ends_on_both_sides(in_process: InProcessDaemon) -> None:
     cache, slow, engine = in_process.open(), Slow(), Engine(LAYOUT)
-    bound = bound_to(cache)
-    store(bound, list(range(16)), 1)
+    handle = bound_to(cache)
+    store(handle, list(range(16)), 1)
     cache.copiers = slow
-    with bound.request() as r:
+    with handle.request() as r:
         r.match(list(range(16)))
         first = r.load(4, engine.described, engine.ids([0, 1, 2, 3]))
         assert slow.entered.wait(60)
         first.cancel()
         slow.go.set()
         assert first.wait(60)
-    assert load(bound, list(range(16)))
+    assert load(handle, list(range(16)))

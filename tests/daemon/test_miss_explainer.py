@@ -18,8 +18,8 @@ from tests.daemon.in_process_daemon import InProcessDaemon, until
 OLD, NEW = list(range(40)), [*range(22), 501, 502, *range(23, 39)]
 
 
-def ask(bound: Any, ids: list[int], name: str, *, store: bool = False, **more: Any) -> None:
-    with bound.request(id=name) as r:
+def ask(handle: Any, ids: list[int], name: str, *, store: bool = False, **more: Any) -> None:
+    with handle.request(id=name) as r:
         r.match(ids, **more)
         r.admit()
         if store:
@@ -28,8 +28,8 @@ def ask(bound: Any, ids: list[int], name: str, *, store: bool = False, **more: A
 
 
 def test_a_miss_names_its_agent_and_session(in_process: InProcessDaemon) -> None:
-    bound = bound_to(in_process.open())
-    with bound.request(id="named", agent="planner", session="s" * 1000) as r:
+    handle = bound_to(in_process.open())
+    with handle.request(id="named", agent="planner", session="s" * 1000) as r:
         r.match(OLD)
         r.admit()
         engine = Engine(LAYOUT)
@@ -56,9 +56,9 @@ def test_a_diverged_miss_names_the_token(in_process: InProcessDaemon, digests: b
         ends = range(4, len(ids) + 1, 4)
         return {"digests": [hashlib.sha256(str(ids[:end]).encode()).digest() for end in ends]} if digests else {}
 
-    bound = bound_to(in_process.open())
-    ask(bound, OLD, "old", store=True, **named(OLD))
-    ask(bound, NEW, "new", **named(NEW))
+    handle = bound_to(in_process.open())
+    ask(handle, OLD, "old", store=True, **named(OLD))
+    ask(handle, NEW, "new", **named(NEW))
     told = story(in_process, "new")
     assert (told["reason"], told["block"], told["token"]) == ("diverged", 5, 22)
     assert told["other"]["request"] == "old"
@@ -69,9 +69,9 @@ def test_a_diverged_miss_names_the_token(in_process: InProcessDaemon, digests: b
 
 def test_divergence_within_the_first_block_is_found(in_process: InProcessDaemon) -> None:
     wide = KVLayout.mha(layers=1, kv_heads=1, head_dim=4, block_tokens=16)
-    bound = in_process.open().namespace(wide, model="m", revision="1")
-    ask(bound, OLD, "old")
-    ask(bound, [*range(9), 77, *range(10, 40)], "new")
+    handle = in_process.open().namespace(wide, model="m", revision="1")
+    ask(handle, OLD, "old")
+    ask(handle, [*range(9), 77, *range(10, 40)], "new")
     told = story(in_process, "new")
     assert (told["reason"], told["token"], told["other"]["request"]) == ("diverged", 9, "old")
     until(lambda: in_process.cache.counters.tree()["misses"] == {"cold": 1, "diverged": 1})
@@ -89,21 +89,21 @@ def test_a_namespace_mismatch_names_the_field(in_process: InProcessDaemon) -> No
 
 
 def test_a_full_hit_sends_no_tokens(in_process: InProcessDaemon) -> None:
-    bound = bound_to(in_process.open())
-    ask(bound, OLD, "old", store=True)
-    ask(bound, OLD, "again")
+    handle = bound_to(in_process.open())
+    ask(handle, OLD, "old", store=True)
+    ask(handle, OLD, "again")
     assert asked(in_process, "old").ids[0].tolist() == OLD
     assert asked(in_process, "again").ids == []
 
 
 def test_sent_tokens_count_in_the_clients_memory(in_process: InProcessDaemon, monkeypatch: pytest.MonkeyPatch) -> None:
-    bound = bound_to(in_process.open())
+    handle = bound_to(in_process.open())
     assert MAX_SIGNATURE_BYTES > 1 << 20
     monkeypatch.setattr("kvcache.daemon.server.client_session.MAX_SIGNATURE_BYTES", 10 * 32 + 40 * 4 - 1)
-    with bound.request(id="much") as r:
+    with handle.request(id="much") as r:
         r.match(OLD)
         r.admit()
         assert asked(in_process, "much").ids == [], "passed over, and nothing fails"
     monkeypatch.setattr("kvcache.daemon.server.client_session.MAX_SIGNATURE_BYTES", 10 * 32 + 40 * 4)
-    ask(bound, OLD, "enough")
+    ask(handle, OLD, "enough")
     assert asked(in_process, "enough").ids[0].tolist() == OLD

@@ -35,19 +35,19 @@ def few(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("few")
 def test_a_client_of_many_namespaces_releases_the_oldest(in_process: InProcessDaemon) -> None:
     cache, tokens = in_process.open(), list(range(8))
-    bounds = [bound_to(cache, cache_salt=str(i)) for i in range(20)]
+    handles = [bound_to(cache, cache_salt=str(i)) for i in range(20)]
     (session,) = in_process.daemon.sessions
     expected = []
-    for i, bound in enumerate(bounds):
-        expected.append(store(bound, tokens, i))
-        assert len(session._bound) <= 8
-    for i, bound in enumerate(bounds):
-        assert load(bound, tokens) == expected[i]
-        assert len(session._bound) <= 8
-    with bounds[0].request() as open_one:
+    for i, handle in enumerate(handles):
+        expected.append(store(handle, tokens, i))
+        assert len(session._handles) <= 8
+    for i, handle in enumerate(handles):
+        assert load(handle, tokens) == expected[i]
+        assert len(session._handles) <= 8
+    with handles[0].request() as open_one:
         assert open_one.match(tokens).blocks == 2
-        for bound in bounds[1:]:
-            load(bound, tokens)
+        for handle in handles[1:]:
+            load(handle, tokens)
         assert open_one.match(tokens).blocks == 2, "what is open goes on"
 
 
@@ -56,10 +56,10 @@ def test_a_tenant_cannot_bind_into_anothers_share(make_in_process: Make, tmp_pat
     in_process = make_in_process(daemon__tenants_file=str(everybody(tmp_path / "t")))
     share, tokens = 12 // 6, list(range(8))
     engines = [came_in(in_process, ACME, tmp_path) for _ in range(3)]
-    bounds, expected = [], []
+    handles, expected = [], []
     for i in range(3 * 6):
-        bounds.append(bound_to(engines[i // 6], cache_salt=str(i)))
-        expected.append(store(bounds[i], tokens, i))
+        handles.append(bound_to(engines[i // 6], cache_salt=str(i)))
+        expected.append(store(handles[i], tokens, i))
         assert in_process.daemon._namespace_registry._fair_share.used("acme") <= 12 - 2 * share
     assert in_process.daemon._namespace_registry._fair_share.used("acme") == 12 - 2 * share
     beta = came_in(in_process, BETA, tmp_path)
@@ -67,7 +67,7 @@ def test_a_tenant_cannot_bind_into_anothers_share(make_in_process: Make, tmp_pat
         other = bound_to(beta, cache_salt=str(i))
         stored = store(other, tokens, 100 + i)
         assert load(other, tokens) == stored
-    assert [load(bound, tokens) for bound in bounds] == expected, "whose place another took has it again"
+    assert [load(handle, tokens) for handle in handles] == expected, "whose place another took has it again"
     assert in_process.daemon._namespace_registry._fair_share.used("acme") == 12 - 2 * share
     assert in_process.daemon._namespace_registry._fair_share.used("beta") == share
 
@@ -112,10 +112,10 @@ def test_a_client_at_its_share_keeps_recent_namespaces(make_in_process: Make, tm
     for i in range(6):
         bound_to(fills, cache_salt=f"fills {i}")
     tokens, expected = list(range(8)), []
-    bounds = [bound_to(engine, cache_salt=str(i)) for i in range(10)]
-    for i, bound in enumerate(bounds):
-        expected.append(store(bound, tokens, i))
-    assert [load(bound, tokens) for bound in bounds] == expected
+    handles = [bound_to(engine, cache_salt=str(i)) for i in range(10)]
+    for i, handle in enumerate(handles):
+        expected.append(store(handle, tokens, i))
+    assert [load(handle, tokens) for handle in handles] == expected
     assert in_process.daemon._namespace_registry._fair_share.used("acme") <= 12 - 2
     bound_to(came_in(in_process, ACME, tmp_path), cache_salt="fills 0")  # another engine has it: it is free
 
@@ -123,24 +123,24 @@ def test_a_client_at_its_share_keeps_recent_namespaces(make_in_process: Make, tm
 @pytest.mark.usefixtures("few")
 def test_a_refused_namespace_keeps_the_others_bound(in_process: InProcessDaemon) -> None:
     cache, tokens = in_process.open(), list(range(8))
-    bounds = [bound_to(cache, cache_salt=str(i)) for i in range(8)]
-    expected = [store(bound, tokens, i) for i, bound in enumerate(bounds)]
+    handles = [bound_to(cache, cache_salt=str(i)) for i in range(8)]
+    expected = [store(handle, tokens, i) for i, handle in enumerate(handles)]
     connection, (session,) = cache.connection, in_process.daemon.sessions
-    first = min(connection.bound)
+    first = min(connection.namespace_numbers)
     with pytest.raises(LayoutError):
         connection.call(
             "namespace", layout={}, model="m", revision="1", tenant="t", cache_salt="", facts={}, ends=[first]
         )
-    assert first in session._bound
+    assert first in session._handles
     for error in (ConfigError, AccessError):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(in_process.daemon._namespace_registry, "acquire", partial(refuse, error))
             with pytest.raises(error):
                 bound_to(cache, cache_salt="more")
-        assert [load(bound, tokens) for bound in bounds] == expected
+        assert [load(handle, tokens) for handle in handles] == expected
     for i in range(8, 12):
         bound_to(cache, cache_salt=str(i))
-    assert list(session._bound) == sorted(connection.bound)
+    assert list(session._handles) == sorted(connection.namespace_numbers)
     assert connection.ends == []
 
 
@@ -151,13 +151,13 @@ def refuse(error: type[Exception], *_: object) -> NoReturn:
 @pytest.mark.usefixtures("few")
 def test_a_namespace_bound_again_while_released_stays(in_process: InProcessDaemon) -> None:
     cache = in_process.open()
-    bound = bound_to(cache)
+    handle = bound_to(cache)
     with cache.connected() as connection:
-        number = bound.number(connection)
+        number = handle.number(connection)
         connection.unbind_oldest(1)
-        assert bound.number(connection) == number
-    expected = store(bound, list(range(8)), 1)
-    assert load(bound, list(range(8))) == expected
+        assert handle.number(connection) == number
+    expected = store(handle, list(range(8)), 1)
+    assert load(handle, list(range(8))) == expected
 
 
 @pytest.mark.usefixtures("few")
@@ -166,11 +166,11 @@ def test_unbound_namespaces_are_dropped_and_found_again(in_process: InProcessDae
     seen: list[weakref.ref[Any]] = []
     for i in range(14):
         with in_process.open() as cache:
-            bound = bound_to(cache, cache_salt=str(i))
-            expected.append(store(bound, tokens, i))
-            seen.append(weakref.ref(next(b for b in in_process.cache.bounds if b.id == bound.id)))
+            handle = bound_to(cache, cache_salt=str(i))
+            expected.append(store(handle, tokens, i))
+            seen.append(weakref.ref(next(b for b in in_process.cache.handles if b.id == handle.id)))
         until(lambda: not in_process.daemon.sessions)
-    assert len(in_process.cache.bounds) <= 4 + 2
+    assert len(in_process.cache.handles) <= 4 + 2
     wait_background(in_process.cache)
 
     def left() -> int:
@@ -192,12 +192,12 @@ def test_a_records_owner_is_known_while_it_exists(in_process: InProcessDaemon) -
             store(bound_to(engine, tenant="churns", cache_salt=str(i)), list(range(4)), i)
         until(lambda: not in_process.daemon.sessions)
     wait_background(cache)
-    assert len(cache.bounds) < 12
+    assert len(cache.handles) < 12
     used = cache.cost_classes.used_bytes("host")["churns"]
     assert used == cache.host.usage().records * 12288 > 0
     assert len(cache.erasure.erase(tenant="churns").namespaces) == 12
     assert cache.host.usage().records == 0
-    cache.unbind(cache.bounds)
+    cache.unbind(cache.handles)
     wait_background(cache)
     assert cache._namespace_gc.shard_keys == set()
     assert cache.cost_classes._class_of_shard == {}
@@ -228,11 +228,11 @@ def test_endless_binding_evicts_no_other_tenant(in_process: InProcessDaemon) -> 
     bindings.acquire("a", lambda: quiet_one, 1)
     bindings.release("a", quiet_one, 1)
     for i in range(20):
-        bound = bindings.acquire("a", partial(bound_to, in_process.cache, tenant="churns", cache_salt=str(i)), 2)
-        bindings.release("a", bound, 2)
-    assert quiet_one in in_process.cache.bounds
-    assert bound in in_process.cache.bounds
-    assert len(in_process.cache.bounds) < 4 + 2
+        handle = bindings.acquire("a", partial(bound_to, in_process.cache, tenant="churns", cache_salt=str(i)), 2)
+        bindings.release("a", handle, 2)
+    assert quiet_one in in_process.cache.handles
+    assert handle in in_process.cache.handles
+    assert len(in_process.cache.handles) < 4 + 2
 
 
 @pytest.mark.usefixtures("few")
@@ -245,9 +245,9 @@ def test_a_namespace_of_an_open_request_stays_bound(in_process: InProcessDaemon)
             bound_to(cache, cache_salt=str(i))
         (session,) = in_process.daemon.sessions
         (mine,) = session._bound_of.values()
-        assert mine not in [bound for bound, _ in session._bound.values()]
-        assert len(in_process.cache.bounds) < 24, "others were released"
-        assert mine in in_process.cache.bounds
+        assert mine not in [handle for handle, _ in session._handles.values()]
+        assert len(in_process.cache.handles) < 24, "others were released"
+        assert mine in in_process.cache.handles
     until(lambda: mine in in_process.daemon._namespace_registry._idle)
 
 
@@ -255,7 +255,7 @@ def test_a_namespace_bound_during_gc_keeps_its_tenant(
     in_process: InProcessDaemon, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cache, index = in_process.cache, in_process.cache.index
-    bound = bound_to(cache, tenant="late")
+    handle = bound_to(cache, tenant="late")
     wait_background(cache)  # the counting thread looks at the same shards
     seen = index.records_by_shard
 
@@ -270,8 +270,8 @@ def test_a_namespace_bound_during_gc_keeps_its_tenant(
         return found
 
     monkeypatch.setattr(index, "records_by_shard", records_by_shard)
-    cache.unbind([bound])
+    cache.unbind([handle])
     wait_background(cache)
     wait_background(cache)
     assert cache.cost_classes.used_bytes("host")["late"] > 0
-    assert bound.id in cache.erasure._owners
+    assert handle.id in cache.erasure._owners

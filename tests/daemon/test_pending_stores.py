@@ -74,11 +74,11 @@ def hold() -> Iterator[Hold]:
         go.set()
 
 
-def begin(bound: Any, tokens: list[int] = TOKENS, seed: int = 1) -> tuple[Any, list[bytes]]:
+def begin(handle: Any, tokens: list[int] = TOKENS, seed: int = 1) -> tuple[Any, list[bytes]]:
     """A store without a waiter, its request closed at once, as engines do; and the blocks' bytes."""
     engine = Engine(LAYOUT)
     engine.fill(seed, PAGES)
-    with bound.request() as r:
+    with handle.request() as r:
         r.match(tokens)
         return r.store(engine.described, engine.ids(PAGES)), [engine.block(i) for i in PAGES]
 
@@ -101,7 +101,7 @@ def test_a_flush_waits_for_an_unread_store_notice(
 ) -> None:
     """Who asks may come before the client's message has had its turn."""
     cache, stands, coming = in_process.open(), threading.Event(), in_process.daemon._pending_stores
-    go, bound = hold(cache), bound_to(cache)
+    go, handle = hold(cache), bound_to(cache)
     engine, answers, to_do = Engine(LAYOUT), list[bool](), Queue[Callable[[], None]]()
     asks = threading.Thread(target=lambda: answers.append(coming.wait(0)))
 
@@ -111,7 +111,7 @@ def test_a_flush_waits_for_an_unread_store_notice(
         to_do.get(timeout=60)()
         asks.join(60)
 
-    with bound.request() as r:
+    with handle.request() as r:
         r.match(TOKENS)
         in_process.daemon._loop.call_soon_threadsafe(stand)
         assert stands.wait(60)
@@ -128,14 +128,14 @@ def test_a_flush_waits_for_an_unread_store_notice(
 
 def test_a_closed_requests_store_still_completes(in_process: InProcessDaemon, hold: Hold) -> None:
     cache = in_process.open()
-    go, bound = hold(cache), bound_to(cache)
-    stores = [begin(bound, [turn, *TOKENS[1:]], turn) for turn in range(5)]
+    go, handle = hold(cache), bound_to(cache)
+    stores = [begin(handle, [turn, *TOKENS[1:]], turn) for turn in range(5)]
     assert sum(len(session._requests) for session in in_process.daemon.sessions) == 5
     go.set()
     for turn, (transfer, blocks) in enumerate(stores):
         assert transfer.wait(60)
         assert transfer.outcomes == (Outcome.DONE,) * 4
-        assert load(bound, [turn, *TOKENS[1:]]) == blocks
+        assert load(handle, [turn, *TOKENS[1:]]) == blocks
     until(lambda: sum(len(session._requests) for session in in_process.daemon.sessions) == 0)
 
 

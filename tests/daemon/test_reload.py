@@ -130,12 +130,12 @@ def test_nothing_sensitive_is_logged(make_daemon: Callable[..., DaemonProcess]) 
             file.write_text(token)
             try:
                 with kvcache.open(where, token_file=str(file), **PATIENT) as cache:
-                    bound = bound_to(cache, cache_salt=salt)
-                    store(bound, ids, 1)
-                    load(bound, ids)
+                    handle = bound_to(cache, cache_salt=salt)
+                    store(handle, ids, 1)
+                    load(handle, ids)
                     with pytest.raises(KVCacheError):
                         bound_to(cache, tenant="other", cache_salt=salt)
-                    with bound.request() as r:  # blocks that are not cached, so that the reason is worked out
+                    with handle.request() as r:  # blocks that are not cached, so that the reason is worked out
                         r.match([*ids[:16], *reversed(ids)])
                         r.admit()
                     assert cache.flush(60)

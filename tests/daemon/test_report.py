@@ -24,18 +24,18 @@ def cache() -> Iterator[Cache]:
     settings = load_settings(None, host={"capacity_bytes": "4MiB", "slab_bytes": "1MiB"}, nvme__enabled=False)
     with Cache(settings) as made:
         for tenant, first in (("acme", 0), ("zeta", 500)):
-            bound = bound_to(made, tenant=tenant)
-            store(bound, list(range(first, first + 32)), first)
+            handle = bound_to(made, tenant=tenant)
+            store(handle, list(range(first, first + 32)), first)
             for n in range(2):
-                ask(bound, [*range(first, first + 32), *range(900 + n * 100, 904 + n * 100)], f"{tenant}-{n}")
+                ask(handle, [*range(first, first + 32), *range(900 + n * 100, 904 + n * 100)], f"{tenant}-{n}")
         ask(bound_to(made, tenant="acme"), list(range(500, 532)), "acme-spies")
         made.namespace_usage.take()
         made.curve()  # plays what waits, so that statistics stay as they are
         yield made
 
 
-def ask(bound: Any, ids: list[int], id: str) -> None:
-    with bound.request(id=id, agent=id.partition("-")[0]) as r:
+def ask(handle: Any, ids: list[int], id: str) -> None:
+    with handle.request(id=id, agent=id.partition("-")[0]) as r:
         r.match(ids)
         r.admit()
 
@@ -139,8 +139,8 @@ def test_an_eviction_hides_the_other_tenants_request() -> None:
     settings = load_settings(None, host={"capacity_bytes": "768KiB", "slab_bytes": "192KiB"}, nvme__enabled=False)
     with Cache(settings) as made:
         for tenant, first in (("acme", 0), ("zeta", 1000)):
-            bound, engine = bound_to(made, tenant=tenant), Engine(LAYOUT)
-            with bound.request(id=f"engine-of-{tenant}/1") as r:
+            handle, engine = bound_to(made, tenant=tenant), Engine(LAYOUT)
+            with handle.request(id=f"engine-of-{tenant}/1") as r:
                 r.match(list(range(first, first + 4 * 64)))
                 r.admit()
                 assert r.store(engine.described, engine.ids(list(range(64)))).wait(60)

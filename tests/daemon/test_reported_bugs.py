@@ -42,23 +42,23 @@ Make = Callable[..., DaemonProcess]
 def test_a_silent_clients_session_is_kept(in_process: InProcessDaemon) -> None:
     """However much others do meanwhile: nothing of it ends by a timer, so there is none to turn."""
     cache = in_process.open()
-    bound = bound_to(cache)
-    expected = store(bound, list(range(16)), 1)
+    handle = bound_to(cache)
+    expected = store(handle, list(range(16)), 1)
     session = in_process.daemon.sessions[0]
     busy = bound_to(in_process.open())
     for turn in range(5):
         store(busy, [turn, *range(15)], turn)
-    assert load(bound, list(range(16))) == expected
+    assert load(handle, list(range(16))) == expected
     assert in_process.daemon.sessions[0] is session
 
 
 def test_a_restart_between_two_calls_fails_no_request(make_daemon: Make) -> None:
     daemon = make_daemon(nvme=True).start()
     with daemon.open() as cache:
-        bound, engine = bound_to(cache), Engine(LAYOUT)
-        expected = store(bound, list(range(16)), 1)
+        handle, engine = bound_to(cache), Engine(LAYOUT)
+        expected = store(handle, list(range(16)), 1)
         assert cache.flush(60)
-        with bound.request() as r:
+        with handle.request() as r:
             assert r.match(list(range(16))).blocks == 4
             r.admit()
             daemon.kill()
@@ -67,21 +67,21 @@ def test_a_restart_between_two_calls_fails_no_request(make_daemon: Make) -> None
             transfer = r.load(4, engine.described, engine.ids([0, 1, 2, 3]))
             assert transfer.wait(60)
             assert [engine.block(i) for i in range(transfer.blocks)] == expected
-        joined = bound.request(id="x")
+        joined = handle.request(id="x")
         joined.match(list(range(16)))
-        assert len(bound.join("x").signatures) == 4
+        assert len(handle.join("x").signatures) == 4
 
 
 def test_a_hung_daemon_delays_a_client_once(make_daemon: Make) -> None:
     daemon = make_daemon().start()
     cache = daemon.open()
     assert daemon.process is not None
-    bound, engine = bound_to(cache), Engine(LAYOUT)
-    expected = store(bound, list(range(16)), 1)
+    handle, engine = bound_to(cache), Engine(LAYOUT)
+    expected = store(handle, list(range(16)), 1)
     cache.patience_s = cache.deadline_s = cache.connection.patience_s = 0.3
     os.kill(daemon.process.pid, signal.SIGSTOP)
     try:
-        with bound.request() as r:
+        with handle.request() as r:
             assert r.match(list(range(16))).reason == "unreachable"
             assert cache.connection is None, "the next request would wait again"
             assert r.match().blocks == 0
@@ -96,7 +96,7 @@ def test_a_hung_daemon_delays_a_client_once(make_daemon: Make) -> None:
     cache.patience_s = cache.deadline_s = 30.0
     assert cache.wait_reachable(60)
     cache.connection.patience_s = 30.0  # it may have been reached before
-    assert load(bound, list(range(16))) == expected
+    assert load(handle, list(range(16))) == expected
     cache.close()
 
 
@@ -155,10 +155,10 @@ def test_loads_of_several_requests_overlap(in_process: InProcessDaemon) -> None:
 
 
 def test_a_hybrid_hit_ends_where_a_group_has_no_block(in_process: InProcessDaemon) -> None:
-    bound, engine = bind(in_process.open(), HYBRID), Engine(HYBRID)
+    handle, engine = bind(in_process.open(), HYBRID), Engine(HYBRID)
     engine.fill(1, list(range(6)))
     tokens = list(range(24))
-    with bound.request() as r:
+    with handle.request() as r:
         r.match(tokens)
         assert r.store(engine.described, engine.ids(list(range(6)))).wait(60)
         assert r.match().blocks == 6
@@ -175,8 +175,8 @@ def test_a_prompt_larger_than_host_is_stored_in_part(in_process: InProcessDaemon
     engine = Engine(LAYOUT, pages=200)
     engine.fill(1, list(range(200)))
     tokens = list(range(800))
-    bound = bound_to(in_process.open())
-    with bound.request() as r:
+    handle = bound_to(in_process.open())
+    with handle.request() as r:
         r.match(tokens)
         transfer = r.store(engine.described, engine.ids(list(range(200))))
         assert transfer.wait(60)

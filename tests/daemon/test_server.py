@@ -82,12 +82,12 @@ def test_queued_blocks_are_written_before_exit(make_daemon: Make) -> None:
 def test_a_client_without_descriptors_gets_misses(make_daemon: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     daemon, tokens = make_daemon().start(), list(range(40))
     with daemon.open() as cache:
-        bound = bound_to(cache)
-        store(bound, tokens, 1)
+        handle = bound_to(cache)
+        store(handle, tokens, 1)
         tries = Tries(cache._connect)
         monkeypatch.setattr(cache, "_connect", tries)
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-        with bound.request() as r:
+        with handle.request() as r:
             assert r.match(tokens).blocks == 10
             daemon.kill()
             resource.setrlimit(resource.RLIMIT_NOFILE, (0, hard))
@@ -99,8 +99,8 @@ def test_a_client_without_descriptors_gets_misses(make_daemon: Make, monkeypatch
         assert any("Too many open files" in failed for failed in tries.failed)
         daemon.start()
         assert cache.wait_reachable(60)
-        expected = store(bound, tokens, 2)
-        assert load(bound, tokens) == expected
+        expected = store(handle, tokens, 2)
+        assert load(handle, tokens) == expected
 
 
 def test_failed_reconnects_are_retried(make_daemon: Make, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -325,20 +325,20 @@ def test_serving_resumes_after_descriptor_exhaustion(make_daemon: Make) -> None:
 
 def test_a_forked_child_does_not_use_its_parents_session(standing: DaemonProcess) -> None:
     cache = standing.open()
-    bound = bound_to(cache)
-    expected = store(bound, list(range(8)), 4)
+    handle = bound_to(cache)
+    expected = store(handle, list(range(8)), 4)
     child = os.fork()
     if not child:
         code = 1
         try:
-            with bound.request() as r:
+            with handle.request() as r:
                 found = r.match(list(range(8))).blocks
             cache.close()
             code = 0 if found == 0 else 2
         finally:
             os._exit(code)
     assert os.waitpid(child, 0)[1] == 0
-    assert load(bound, list(range(8))) == expected
+    assert load(handle, list(range(8))) == expected
     cache.close()
 
 

@@ -31,7 +31,7 @@ def test_a_store_notice_never_blocks_the_engine_thread(
     in_process: InProcessDaemon, why: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cache, go, stands = in_process.open(), threading.Event(), threading.Event()
-    bound, engine, reached, stood = bound_to(cache), Engine(LAYOUT), list[threading.Thread](), list[bool]()
+    handle, engine, reached, stood = bound_to(cache), Engine(LAYOUT), list[threading.Thread](), list[bool]()
     connect, connection = cache._connect, cache.connection
     monkeypatch.setattr(cache, "_connect", lambda: (reached.append(threading.current_thread()), connect())[1])
 
@@ -43,7 +43,7 @@ def test_a_store_notice_never_blocks_the_engine_thread(
         with cache.connected():
             stand()
 
-    with bound.request() as r:
+    with handle.request() as r:
         r.match(TOKENS)
         asks = threading.Thread(target=ask)
         if why == "the daemon is gone":
@@ -75,12 +75,12 @@ def test_a_store_that_cannot_begin_fails_at_once(
     in_process: InProcessDaemon, why: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cache, other = in_process.open(), in_process.open()
-    bound, engine = bound_to(cache), Engine(LAYOUT)
+    handle, engine = bound_to(cache), Engine(LAYOUT)
     if why == "closing":  # as another thread is within `close`
         cache.executor.close()
     else:
         monkeypatch.setattr(cache.executor, "submit", Mock(side_effect=RuntimeError("can't start new thread")))
-    with bound.request() as r:
+    with handle.request() as r:
         r.match(TOKENS)
         store, load = r.store(engine.described, engine.ids(PAGES)), r.load(4, engine.described, engine.ids(PAGES))
     assert store.wait(0)

@@ -222,12 +222,12 @@ class TestBytes:
         """More than a window, over several connections at once."""
         cache = tcp_daemon.open_tcp(threads=3)
         tokens = [list(range(100 * i, 100 * i + 64)) for i in range(3)]
-        bound = bound_to(cache)
-        stored = [store(bound, each, i) for i, each in enumerate(tokens)]
+        handle = bound_to(cache)
+        stored = [store(handle, each, i) for i, each in enumerate(tokens)]
         engine = [Engine(LAYOUT) for _ in tokens]
         transfers = []
         for each, its in zip(tokens, engine, strict=True):
-            r = bound.request()
+            r = handle.request()
             hit = r.match(each)
             assert hit.blocks == 16
             transfers.append(r.load(16, its.described, its.ids(list(range(16)))))
@@ -243,8 +243,8 @@ class TestBytes:
         from kvcache.daemon.server import slot_lease as streamer
 
         cache = tcp_daemon.open_tcp()
-        bound, tokens = bound_to(cache), list(range(32))
-        stored = store(bound, tokens, 1)
+        handle, tokens = bound_to(cache), list(range(32))
+        stored = store(handle, tokens, 1)
         true = streamer.SocketTransport._rows
 
         def lying(self: Any, batch: Any, payloads: Any = ()) -> np.ndarray:
@@ -260,14 +260,14 @@ class TestBytes:
         engine = Engine(LAYOUT)
         engine.poison()
         before = engine.block(0)
-        with bound.request() as r:
+        with handle.request() as r:
             assert r.match(tokens).blocks == 8
             transfer = r.load(8, engine.described, engine.ids(list(range(8))))
             assert transfer.wait(60)
         assert transfer.outcomes == (Outcome.DONE,) * bad + (Outcome.DAMAGED,) * (8 - bad)
         assert [engine.block(i) for i in range(8)] == stored[:bad] + [before] * (8 - bad)
         monkeypatch.undo()
-        assert load(bound, tokens) == stored, "the connection goes on"
+        assert load(handle, tokens) == stored, "the connection goes on"
 
     def test_a_store_changed_in_transit_is_refused(
         self, tcp_daemon: InProcessDaemon, monkeypatch: pytest.MonkeyPatch
@@ -275,9 +275,9 @@ class TestBytes:
         from kvcache.daemon.client import transfer as carrier
 
         cache = tcp_daemon.open_tcp()
-        bound, tokens, engine = bound_to(cache), list(range(32)), Engine(LAYOUT)
+        handle, tokens, engine = bound_to(cache), list(range(32)), Engine(LAYOUT)
         monkeypatch.setattr(carrier.PayloadBatch, "packed_sums", lambda self: bytes(8 * len(self.payloads)))
-        with bound.request() as r:
+        with handle.request() as r:
             r.match(tokens)
             transfer = r.store(engine.described, engine.ids(list(range(8))))
             assert transfer.wait(60)
@@ -285,8 +285,8 @@ class TestBytes:
             assert r.match().blocks == 0
         monkeypatch.undo()
         assert cache.wait_reachable(60)
-        expected = store(bound, tokens, 1)
-        assert load(bound, tokens) == expected
+        expected = store(handle, tokens, 1)
+        assert load(handle, tokens) == expected
 
     def test_a_daemons_answers_are_checked(self) -> None:
         from kvcache.daemon.client.transfer import parse_payload_rows
@@ -311,8 +311,8 @@ class TestBytes:
 def test_a_disconnected_client_leaves_nothing(tcp_daemon: InProcessDaemon) -> None:
     """It hangs up in the middle of a store: its slots are free again."""
     cache = tcp_daemon.open_tcp()
-    bound = bound_to(cache)
-    with bound.request() as r:
+    handle = bound_to(cache)
+    with handle.request() as r:
         r.match(list(range(32)))
         with cache.connected() as connection:
             number = r.number(connection)
@@ -325,7 +325,7 @@ def test_a_disconnected_client_leaves_nothing(tcp_daemon: InProcessDaemon) -> No
             raise ConnectionAbortedError
         until(lambda: tcp_daemon.leaked_slots == 0)
         assert r.match().blocks == 0
-    assert load(bound, list(range(32))) == []
+    assert load(handle, list(range(32))) == []
 
 
 def test_a_closed_port_can_be_bound_again(make_daemon: Callable[..., DaemonProcess]) -> None:

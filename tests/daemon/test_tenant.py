@@ -244,9 +244,9 @@ class TestApart:
         for first, kept in ((100, True), (200, False)):
             guess = list(range(first, first + 16))
             decoy = [*guess[:4], *range(900 + first, 912 + first)]
-            for bound, tokens in ((acme, decoy), (beta, guess)) if kept else ((acme, decoy),):
-                assert load(bound, tokens) == []
-                store(bound, tokens, 1)
+            for handle, tokens in ((acme, decoy), (beta, guess)) if kept else ((acme, decoy),):
+                assert load(handle, tokens) == []
+                store(handle, tokens, 1)
             with acme.request(id=f"guess-{kept}") as r:
                 before = r.match(guess)
                 r.admit()

@@ -40,21 +40,21 @@ def test_a_store_of_an_earlier_version_is_read(make_daemon: Callable[..., Daemon
         archive.extractall(daemon.directory, filter="data")
     daemon.start()
     with daemon.open() as cache:
-        bound = bound_to(cache)
+        handle = bound_to(cache)
         for seed, tokens in PROMPTS.items():
-            with bound.request() as r:
+            with handle.request() as r:
                 hit = r.match(tokens)
                 assert (hit.blocks, dict(hit.by_tier)) == (4, {"nvme": 4})
-            assert load(bound, tokens) == stored(seed)
-        added = store(bound, list(range(16)), 9)  # and it is written on, in the same place
+            assert load(handle, tokens) == stored(seed)
+        added = store(handle, list(range(16)), 9)  # and it is written on, in the same place
         assert cache.flush(60)
         assert cache.check() == []
     assert daemon.terminate()[0] == 0
     daemon.start()
     with daemon.open() as cache:
-        bound = bound_to(cache)
-        assert load(bound, list(range(16))) == added
-        assert [load(bound, tokens) for tokens in PROMPTS.values()] == [stored(seed) for seed in PROMPTS]
+        handle = bound_to(cache)
+        assert load(handle, list(range(16))) == added
+        assert [load(handle, tokens) for tokens in PROMPTS.values()] == [stored(seed) for seed in PROMPTS]
         assert cache.check() == []
 
 
@@ -62,9 +62,9 @@ def test_a_client_reconnects_to_the_next_daemon(make_daemon: Callable[..., Daemo
     """It keeps its cache, its namespace, and even an open request; what was in host memory comes from the drive."""
     daemon = make_daemon(nvme=True).start()
     with daemon.open() as cache:
-        bound, tokens = bound_to(cache), list(range(32))
-        expected = store(bound, tokens, 1)
-        r = bound.request(id="open")
+        handle, tokens = bound_to(cache), list(range(32))
+        expected = store(handle, tokens, 1)
+        r = handle.request(id="open")
         assert r.match(tokens).blocks == 8
         assert daemon.terminate()[0] == 0  # which writes what is queued
         assert r.match(tokens).reason == "unreachable"
@@ -72,7 +72,7 @@ def test_a_client_reconnects_to_the_next_daemon(make_daemon: Callable[..., Daemo
         reached(cache)
         hit = r.match()
         assert (hit.blocks, dict(hit.by_tier)) == (8, {"nvme": 8})
-        assert load(bound, tokens) == expected
+        assert load(handle, tokens) == expected
         r.close()
 
 
@@ -91,9 +91,9 @@ def test_a_redis_store_of_commit_5e49391_is_read(tmp_path: Path) -> None:
         redis={"enabled": True, "url": server.unix},
         control={"enabled": False},
     ) as cache:
-        bound = bound_to(cache)
+        handle = bound_to(cache)
         for seed, tokens in PROMPTS.items():
-            with bound.request() as r:
+            with handle.request() as r:
                 r.match(tokens)
                 hit = wait_answered(r)
                 assert (hit.blocks, dict(hit.by_tier)) == (4, {"redis": 4})
@@ -129,8 +129,8 @@ def test_a_handover_of_commit_5e49391_is_accepted() -> None:
     )
     with Cache(settings, shared=True) as cache:
         assert WarmRestart(parts["table"], descriptors).take_in(cache) == 4 * len(PROMPTS)
-        bound = bound_to(cache)
-        assert [load(bound, tokens) for tokens in PROMPTS.values()] == [stored(seed) for seed in PROMPTS]
+        handle = bound_to(cache)
+        assert [load(handle, tokens) for tokens in PROMPTS.values()] == [stored(seed) for seed in PROMPTS]
         assert cache.check() == []
 
 

@@ -176,8 +176,8 @@ class FlakyCache(NaiveCache):
             self.tick()
 
     def namespace(self, *args: Any, **named: Any) -> FlakyNamespace:
-        bound = super().namespace(*args, **named)
-        return FlakyNamespace(self, bound)
+        handle = super().namespace(*args, **named)
+        return FlakyNamespace(self, handle)
 
     def delay(self) -> int:
         return self.random.randint(1, self.longest) if self.random.random() < self.trouble else 0
@@ -190,19 +190,19 @@ class FlakyCache(NaiveCache):
 
 
 class FlakyNamespace:
-    def __init__(self, cache: FlakyCache, bound: NaiveNamespace) -> None:
-        self.cache, self.bound, self.id, self.layout = cache, bound, bound.id, bound.layout
-        self.computed, self.event_signature = bound.computed, bound.event_signature
+    def __init__(self, cache: FlakyCache, handle: NaiveNamespace) -> None:
+        self.cache, self.handle, self.id, self.layout = cache, handle, handle.id, handle.layout
+        self.computed, self.event_signature = handle.computed, handle.event_signature
 
     def request(self, id: str | None = None, **_: Any) -> FlakyRequest:
-        request = FlakyRequest(self.cache, self.bound, id or "")
+        request = FlakyRequest(self.cache, self.handle, id or "")
         self.cache.open_requests.add(request)
         return request
 
 
 class FlakyRequest(NaiveRequest):
-    def __init__(self, cache: FlakyCache, bound: NaiveNamespace, id: str) -> None:
-        super().__init__(bound, id)
+    def __init__(self, cache: FlakyCache, handle: NaiveNamespace, id: str) -> None:
+        super().__init__(handle, id)
         self.cache, self.pending = cache, cache.delay()
 
     def match(self, token_ids: Any = None, *, extras: Extras | None = None, digests: Any = None) -> Hit:

@@ -37,6 +37,6 @@ def test_weights_changed_during_the_load_are_refused(tmp_path: Path, monkeypatch
 
 
 def named(path: str) -> bytes:
-    bound = Engine(load_model(path), NaiveCache(), EngineConfig(pages=8))._prefix._bound
-    assert bound is not None
-    return bound.id
+    handle = Engine(load_model(path), NaiveCache(), EngineConfig(pages=8))._prefix._handle
+    assert handle is not None
+    return handle.id

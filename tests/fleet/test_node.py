@@ -35,15 +35,15 @@ def fleet(server: RedisServer) -> Iterator[Any]:
         yield node
 
 
-def use(bound: Any, tokens: list[int]) -> None:
-    with bound.request() as r:
+def use(handle: Any, tokens: list[int]) -> None:
+    with handle.request() as r:
         r.match(tokens)
         r.admit()
 
 
-def near(cache: Any, bound: Any, tokens: list[int]) -> int:
+def near(cache: Any, handle: Any, tokens: list[int]) -> int:
     """Blocks that are in the cache's own host memory."""
-    with bound.request() as r:
+    with handle.request() as r:
         return int(r.match(tokens).by_tier.get("host", 0))
 
 
@@ -61,12 +61,12 @@ def heated(server: RedisServer, *uses: int) -> None:
 @pytest.mark.parametrize("layout", [FULL, HYBRID], ids=["one group", "groups of three rules"])
 def test_a_node_prefetches_prefixes_used_by_another(fleet: Any, server: RedisServer, layout: Any) -> None:
     first = fleet()
-    bound, engine = bind(first, layout), Engine(layout)
+    handle, engine = bind(first, layout), Engine(layout)
     for prompt in PROMPTS:
-        store(bound, engine, prompt, list(range(8)))
+        store(handle, engine, prompt, list(range(8)))
     for prompt, uses in zip(PROMPTS, (1, 4, 0, 3), strict=True):
         for _ in range(uses):
-            use(bound, prompt)
+            use(handle, prompt)
     assert first.flush(30)
     heated(server, 1, 4, 3)
     second = fleet(hot=2, before_ready=True)
@@ -84,11 +84,11 @@ def test_a_node_prefetches_prefixes_used_by_another(fleet: Any, server: RedisSer
 
 def test_prefetched_blocks_equal_the_stored_ones(fleet: Any, server: RedisServer) -> None:
     first = fleet()
-    bound, engine = bind(first), Engine(FULL)
+    handle, engine = bind(first), Engine(FULL)
     engine.fill(7, list(range(8)))
     expected = [engine.block(page) for page in range(8)]
-    store(bound, engine, PROMPTS[0], list(range(8)))
-    use(bound, PROMPTS[0])
+    store(handle, engine, PROMPTS[0], list(range(8)))
+    use(handle, PROMPTS[0])
     assert first.flush(30)
     heated(server, 1)
     second = fleet(hot=1)
@@ -106,10 +106,10 @@ def test_prefetched_blocks_equal_the_stored_ones(fleet: Any, server: RedisServer
 
 def test_a_limit_on_bytes_keeps_the_head(fleet: Any, server: RedisServer) -> None:
     first = fleet()
-    bound, engine = bind(first), Engine(FULL)
+    handle, engine = bind(first), Engine(FULL)
     for prompt in PROMPTS:
-        store(bound, engine, prompt, list(range(8)))
-        use(bound, prompt)
+        store(handle, engine, prompt, list(range(8)))
+        use(handle, prompt)
     assert first.flush(30)
     heated(server, 1, 1, 1, 1)
     second = fleet(hot=4, max_bytes=2 * 8 * FULL.block_bytes())
@@ -122,9 +122,9 @@ def test_a_limit_on_bytes_keeps_the_head(fleet: Any, server: RedisServer) -> Non
 
 def test_an_operator_can_trigger_a_prefetch(fleet: Any, server: RedisServer) -> None:
     first, second = fleet(), fleet()
-    bound, engine = bind(first), Engine(FULL)
-    store(bound, engine, PROMPTS[0], list(range(8)))
-    use(bound, PROMPTS[0])
+    handle, engine = bind(first), Engine(FULL)
+    store(handle, engine, PROMPTS[0], list(range(8)))
+    use(handle, PROMPTS[0])
     assert first.flush(30)
     heated(server, 1)
     assert second.control_handlers["warm"]({}) == {"done": True}
@@ -141,9 +141,9 @@ def test_an_operator_can_trigger_a_prefetch(fleet: Any, server: RedisServer) -> 
 
 def test_chains_missing_on_the_server_are_no_fault(fleet: Any, server: RedisServer) -> None:
     first = fleet(heat=True)
-    bound, engine = bind(first), Engine(FULL)
-    store(bound, engine, PROMPTS[0], list(range(8)))
-    use(bound, PROMPTS[0])
+    handle, engine = bind(first), Engine(FULL)
+    store(handle, engine, PROMPTS[0], list(range(8)))
+    use(handle, PROMPTS[0])
     assert first.flush(30)
     heated(server, 1)
     for key in server.client.keys("kvcache:k1*"):
@@ -158,9 +158,9 @@ def test_chains_missing_on_the_server_are_no_fault(fleet: Any, server: RedisServ
 def test_the_byte_limit_covers_all_namespaces(fleet: Any, server: RedisServer) -> None:
     first, engine = fleet(), Engine(FULL)
     for revision in "ab":
-        bound = bind(first, revision=revision)
-        store(bound, engine, PROMPTS[0], list(range(8)))
-        use(bound, PROMPTS[0])
+        handle = bind(first, revision=revision)
+        store(handle, engine, PROMPTS[0], list(range(8)))
+        use(handle, PROMPTS[0])
     assert first.flush(30)
     heated(server, 1, 1)
     second = fleet(hot=1, max_bytes=12 * FULL.block_bytes())
@@ -168,15 +168,15 @@ def test_the_byte_limit_covers_all_namespaces(fleet: Any, server: RedisServer) -
     for revision in "ab":
         both.append(bind(second, revision=revision))
         until(lambda: second.control_handlers["warm"]({})["done"], "it has fetched")
-    assert [near(second, bound, PROMPTS[0]) for bound in both] == [8, 0]
+    assert [near(second, handle, PROMPTS[0]) for handle in both] == [8, 0]
 
 
 def test_erase_removes_a_namespaces_popularity(fleet: Any, server: RedisServer) -> None:
     cache, engine = fleet(), Engine(FULL)
     spaces = [bind(cache, cache_salt=salt) for salt in "ab"]
-    for bound in spaces:
-        store(bound, engine, PROMPTS[0], list(range(8)))
-        use(bound, PROMPTS[0])
+    for handle in spaces:
+        store(handle, engine, PROMPTS[0], list(range(8)))
+        use(handle, PROMPTS[0])
     assert cache.flush(30)
     heated(server, 1, 1)
     erased = cache.erasure.erase(cache_salt="a")
@@ -198,9 +198,9 @@ def test_an_unreachable_server_delays_no_node(caplog: pytest.LogCaptureFixture) 
     away = {"enabled": True, "url": "redis://127.0.0.1:1/0", "timeout_s": 0.2}
     warm = {"hot": 3, "before_ready": True, "popularity_interval_s": 0.01}
     with kvcache.open(**settings, redis=away, warm=warm) as cache:
-        bound, engine = bind(cache), Engine(FULL)
-        store(bound, engine, PROMPTS[0], list(range(8)))
-        use(bound, PROMPTS[0])
+        handle, engine = bind(cache), Engine(FULL)
+        store(handle, engine, PROMPTS[0], list(range(8)))
+        use(handle, PROMPTS[0])
         until(cache.ready, "it is ready")  # type: ignore[attr-defined]
         assert cache.control_handlers["warm"]({})["fault"]  # type: ignore[attr-defined]
 
@@ -217,8 +217,8 @@ def test_readiness_waits_at_most_its_limit(fleet: Any, server: RedisServer) -> N
 
 def test_popularity_can_be_disabled(fleet: Any, server: RedisServer) -> None:
     first = fleet(heat=False)
-    bound, engine = bind(first), Engine(FULL)
-    store(bound, engine, PROMPTS[0], list(range(8)))
-    use(bound, PROMPTS[0])
+    handle, engine = bind(first), Engine(FULL)
+    store(handle, engine, PROMPTS[0], list(range(8)))
+    use(handle, PROMPTS[0])
     assert first.close()
     assert server.client.keys("*:heat") == []

@@ -32,14 +32,14 @@ def test_a_gpu_client_stores_and_loads_through_a_daemon() -> None:
         daemon = daemon_process.DaemonProcess(Path(place)).start()
         try:
             with daemon.open() as cache:
-                bound = daemon_process.bound_to(cache)
+                handle = daemon_process.bound_to(cache)
                 for _ in range(2):  # at first what is mapped may not be pinned yet, then it is
-                    with bound.request() as r:
+                    with handle.request() as r:
                         r.match(TOKENS)
                         assert r.store(pages, [BLOCKS]).wait(60)
                     for layer in there:
                         layer.fill(np.nan)
-                    with bound.request() as r:
+                    with handle.request() as r:
                         hit = r.match(TOKENS)
                         r.admit()
                         assert r.load(hit.blocks, pages, [BLOCKS]).wait(60)

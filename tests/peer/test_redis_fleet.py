@@ -45,7 +45,7 @@ class Traffic:
             flow={"lookup_timeout_s": 0.5, "deadline_s": 1},
             control={"enabled": False},
         )
-        self.bound, self.random = bind(self.cache), random.Random(seed)
+        self.handle, self.random = bind(self.cache), random.Random(seed)
         self.engine, self.truth = Engine(FULL), Engine(FULL)
         self.faults: list[str] = []
 
@@ -56,7 +56,7 @@ class Traffic:
         blocks = len(tokens) // BLOCK
         before = self.cache.counters.get("promoted_blocks", tier="redis")
         self.engine.poison()
-        with self.bound.request() as r:
+        with self.handle.request() as r:
             hit = r.match(tokens)
             while hit.pending:
                 threading.Event().wait(0.001)

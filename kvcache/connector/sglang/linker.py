@@ -78,7 +78,7 @@ class KVCacheLinker(UnifiedCacheLinker):  # type: ignore[misc]  # SGLang is impo
         self.pools = {PoolName(name): pool.described.owner for name, pool in self._pools.items()}
         self.cache = open_cache(options, engine_name(server_args, ranks, options))
         identity = identify_model(server_args, None, options)
-        self._bounds: dict[str, NamespaceHandle] = {
+        self._handles: dict[str, NamespaceHandle] = {
             name: self.cache.namespace(
                 pool.described.layout,
                 model=identity.model,
@@ -91,7 +91,7 @@ class KVCacheLinker(UnifiedCacheLinker):  # type: ignore[misc]  # SGLang is impo
             for name, pool in self._pools.items()
         }
         self._deadline_s = options.deadline_s
-        self._leases = LookupLeases(self._bounds, options.lookup_wait_s)
+        self._leases = LookupLeases(self._handles, options.lookup_wait_s)
         self._layers = device.layers
         self.layer_done_counter = LayerWiseLoadCounter(self._layers)
         if PoolName.MAMBA in self.pools:
@@ -249,7 +249,7 @@ class KVCacheLinker(UnifiedCacheLinker):  # type: ignore[misc]  # SGLang is impo
 
     def _store_part(self, part: _PoolPages, until: float) -> bool:
         described = part.pool.described
-        with self._bounds[part.pool.name].request() as request:
+        with self._handles[part.pool.name].request() as request:
             request.match(digests=[bytes.fromhex(key) for key in part.keys], after=b"")
             transfer = request.store(described.pages, [part.page_ids] * len(described.pages))
             if not transfer.wait(max(0.0, until - time.monotonic())):

@@ -123,9 +123,9 @@ class LookupLeases:
     def _begin(self, rid: str, keys: tuple[str, ...], last: Mapping[str, int]) -> _Lease:
         lease = _Lease(keys, last, self._now())
         try:
-            for name, bound in self._pools.items():
+            for name, handle in self._pools.items():
                 if name not in last:
-                    lease.whole[name] = self._ask(bound, keys)
+                    lease.whole[name] = self._ask(handle, keys)
         except BaseException:
             lease.close()
             raise
@@ -134,8 +134,8 @@ class LookupLeases:
         return lease
 
     @staticmethod
-    def _ask(bound: NamespaceHandle, keys: Sequence[str]) -> Request:
-        request = bound.request()
+    def _ask(handle: NamespaceHandle, keys: Sequence[str]) -> Request:
+        request = handle.request()
         try:
             request.match(digests=_digests(keys), after=b"")
         except BaseException:

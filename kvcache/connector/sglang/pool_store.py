@@ -49,8 +49,8 @@ T = TypeVar("T")
 
 
 class PoolStore:
-    def __init__(self, bound: NamespaceHandle, described: PoolLayout, deadline_s: float) -> None:
-        self.bound, self.described, self.deadline_s = bound, described, deadline_s
+    def __init__(self, handle: NamespaceHandle, described: PoolLayout, deadline_s: float) -> None:
+        self.handle, self.described, self.deadline_s = handle, described, deadline_s
 
     def match_prefix(self, keys: Sequence[str], before: Sequence[str] | None = None, until: float | None = None) -> int:
         """Return the number of leading pages that are present, and begin the promotion of those in lower tiers."""
@@ -139,7 +139,7 @@ class PoolStore:
         if until <= now:
             return default
         try:
-            with self.bound.request(deadline_s=until - now) as request:
+            with self.handle.request(deadline_s=until - now) as request:
                 return work(request, until)
         except Exception as error:  # noqa: BLE001  a cache fault never fails a request
             log_once("call to the cache failed; its pages count as a miss", error)

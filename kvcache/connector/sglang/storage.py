@@ -76,7 +76,7 @@ class KVCacheStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang is importe
         facts = self._identity.facts_of(str(name), str(getattr(pool, "storage_format_tag", None) or ""))
         if config.attn_cp_size > 1 or config.dcp_size > 1:
             facts["context_parallel"] = [config.attn_cp_size, config.attn_cp_rank, config.dcp_size, config.dcp_rank]
-        bound = self.cache.namespace(
+        handle = self.cache.namespace(
             described.layout,
             model=self._identity.model,
             revision=self._identity.revision,
@@ -85,7 +85,7 @@ class KVCacheStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang is importe
             facts=facts,
             shards=described.shards,
         )
-        self._pool_stores[str(name)] = PoolStore(bound, described, options.deadline_s)
+        self._pool_stores[str(name)] = PoolStore(handle, described, options.deadline_s)
 
     # Lookups
 
@@ -261,7 +261,7 @@ class KVCacheStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang is importe
     def _clear(self) -> None:
         for pool_store in self._pool_stores.values():
             if pool_store is not None:
-                _log.info("cleared %d records", pool_store.bound.clear())
+                _log.info("cleared %d records", pool_store.handle.clear())
 
     def close(self) -> None:
         close_cache(self.cache)

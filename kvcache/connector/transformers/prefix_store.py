@@ -124,7 +124,7 @@ class PrefixStore:
         self.declined = ""
         """Why the last call ran without the cache; empty where it used it."""
         self._patience_s = patience_s
-        self._bound = cache.namespace(
+        self._handle = cache.namespace(
             self.caching.layout,
             model=_model_name(config),
             revision=revision or _revision(model, cache),
@@ -205,7 +205,7 @@ class PrefixStore:
         """Load the longest prefix that all rows have, each from its own chain."""
         size, until = self.caching.layout.block_tokens, time.monotonic() + self._patience_s
         with ExitStack() as stack:
-            requests = [stack.enter_context(self._bound.request(deadline_s=self._patience_s)) for _ in starts]
+            requests = [stack.enter_context(self._handle.request(deadline_s=self._patience_s)) for _ in starts]
             ends = [
                 start + size * _match_blocks(request, row[start:], until)
                 for request, row, start in zip(requests, ids, starts, strict=True)
@@ -245,7 +245,7 @@ class PrefixStore:
         for row, start in enumerate(starts):
             first, last = max(0, past.reused - start) // size, max(0, end - start) // size
             if first < last:
-                with self._bound.request() as request:
+                with self._handle.request() as request:
                     request.match(ids[row, start:end])
                     pages = self.caching.pages(tensors, row, start)
                     request.store(pages, self._ids(first, last), first_block=first)

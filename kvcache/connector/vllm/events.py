@@ -73,7 +73,7 @@ class KVEventPublisher:
         self._parts: dict[tuple[int, tuple[int, int, int, int]], int] = {}  # (group, shard): its bit
         self._groups: dict[int, int] = {}  # vLLM's group: all its bits
         self._block_tokens = 0
-        self._bounds: list[NamespaceHandle] = []
+        self._namespaces: list[NamespaceHandle] = []
         self._ready: deque[Any] = deque()
         self._busy_until = 0.0
         self._lock = threading.Lock()
@@ -86,7 +86,7 @@ class KVEventPublisher:
 
     # The scheduler's thread
 
-    def subscribe(self, model: ModelIdentity, bound: NamespaceHandle) -> None:
+    def subscribe(self, model: ModelIdentity, handle: NamespaceHandle) -> None:
         """Report the blocks of this namespace too."""
         with self._lock:
             self._block_tokens = model.layout.block_tokens
@@ -95,32 +95,32 @@ class KVEventPublisher:
                     part = (group, (s.first_layer, s.end_layer, s.first_head, s.end_head))
                     bit = self._parts.setdefault(part, 1 << len(self._parts))
                     self._groups[model.vllm_groups[group]] = self._groups.get(model.vllm_groups[group], 0) | bit
-            self._bounds.append(bound)
+            self._namespaces.append(handle)
 
-    def unsubscribe(self, bound: NamespaceHandle) -> None:
+    def unsubscribe(self, handle: NamespaceHandle) -> None:
         """Stop reporting the blocks of this namespace."""
         with self._lock:
-            self._bounds = [other for other in self._bounds if other is not bound]
+            self._namespaces = [other for other in self._namespaces if other is not handle]
 
     def name_blocks(
-        self, bound: NamespaceHandle, request: Any, digests: Sequence[bytes], first: int, hashes_a_block: int
+        self, handle: NamespaceHandle, request: Any, digests: Sequence[bytes], first: int, hashes_a_block: int
     ) -> None:
         """Name these blocks of a request, from block `first` on. Never raises: unnamed blocks are not reported, and the
         request continues."""
         try:
-            self._name(bound, request, digests, first, hashes_a_block)
+            self._name(handle, request, digests, first, hashes_a_block)
         except Exception:  # noqa: BLE001  a cache fault never fails a request
             _log.exception("blocks were not published: request=%s", request.request_id)
 
     def _name(
-        self, bound: NamespaceHandle, request: Any, digests: Sequence[bytes], first: int, hashes_a_block: int
+        self, handle: NamespaceHandle, request: Any, digests: Sequence[bytes], first: int, hashes_a_block: int
     ) -> None:
         size, ids = self._block_tokens, request.all_token_ids
         lora = request.lora_request
         adapter = None if lora is None else (lora.adapter_id, lora.lora_name)
         with self._lock:
             for i, digest in enumerate(digests, first):
-                signature = bound.event_signature(sha256(bound.id + digest).digest())
+                signature = handle.event_signature(sha256(handle.id + digest).digest())
                 if signature in self._known:
                     self._known.move_to_end(signature)
                     continue
@@ -151,7 +151,7 @@ class KVEventPublisher:
         with self._lock:
             self._on_dropped(list(self._known.values()))
             self._known.clear()
-            self._bounds.clear()
+            self._namespaces.clear()
 
     def close(self) -> None:
         self._end.set()
@@ -172,7 +172,7 @@ class KVEventPublisher:
         """Apply all changes that the cache has recorded."""
         with self._polling:
             while True:
-                batch = self._cache.kv_events(self._next, list(self._bounds))
+                batch = self._cache.kv_events(self._next, list(self._namespaces))
                 self.apply_changes(batch.kv_events, lost=batch.lost)
                 before, self._next = self._next, batch.next
                 if not batch.kv_events or batch.next == before:

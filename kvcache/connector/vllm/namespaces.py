@@ -31,13 +31,13 @@ class Namespaces:
     def __init__(self, events: KVEventPublisher | None = None, most: int = MAX_NAMESPACES) -> None:
         """`events`, where given, follows each namespace."""
         self._events, self._most = events, most
-        self._bound: OrderedDict[NamespaceKey, NamespaceHandle] = OrderedDict()
+        self._handles: OrderedDict[NamespaceKey, NamespaceHandle] = OrderedDict()
 
     def __len__(self) -> int:
-        return len(self._bound)
+        return len(self._handles)
 
     def get(self, namespace_key: NamespaceKey) -> NamespaceHandle | None:
-        return self._bound.get(namespace_key)
+        return self._handles.get(namespace_key)
 
     def bind(
         self, model: ModelIdentity, cache: KVCache, namespace_key: NamespaceKey, rank: Rank | None = None
@@ -47,21 +47,21 @@ class Namespaces:
         Raises:
             KVCacheError: the cache, or the daemon behind it, refuses the namespace.
         """
-        bound = self._bound.get(namespace_key)
-        if bound is not None:
-            self._bound.move_to_end(namespace_key)
-            return bound
-        bound = self._bound[namespace_key] = model.bind(cache, namespace_key, rank)
+        handle = self._handles.get(namespace_key)
+        if handle is not None:
+            self._handles.move_to_end(namespace_key)
+            return handle
+        handle = self._handles[namespace_key] = model.bind(cache, namespace_key, rank)
         if self._events is not None:
-            self._events.subscribe(model, bound)
-        while len(self._bound) > self._most:
-            _, oldest = self._bound.popitem(last=False)
+            self._events.subscribe(model, handle)
+        while len(self._handles) > self._most:
+            _, oldest = self._handles.popitem(last=False)
             if self._events is not None:
                 self._events.unsubscribe(oldest)
-        return bound
+        return handle
 
     def clear(self) -> None:
-        self._bound.clear()
+        self._handles.clear()
 
 
 def share_model(config: Any, options: Options, mine: ModelIdentity) -> ModelIdentity:

@@ -62,7 +62,7 @@ class ConnectorScheduler:
         events_config = getattr(config, "kv_events_config", None)
         wanted = events_config is not None and events_config.enable_kv_cache_events
         self.events = KVEventPublisher(cache, version) if wanted and isinstance(cache, SupportsKVEvents) else None
-        self._bound = Namespaces(self.events)
+        self._namespaces = Namespaces(self.events)
         self.step_timer = StepTimer()
         self.uncached = Uncached()
 
@@ -221,7 +221,7 @@ class ConnectorScheduler:
     def _bind(self, namespace_key: NamespaceKey) -> NamespaceHandle:
         assert self._model is not None
         assert not isinstance(self.cache, ObserveMode)
-        return self._bound.bind(self._model, self.cache, namespace_key)
+        return self._namespaces.bind(self._model, self.cache, namespace_key)
 
     def on_allocated(self, request: Any, blocks: Any, tokens: int) -> None:
         """Queue the load of `tokens` cached tokens into the pages that vLLM allocated.
@@ -282,8 +282,8 @@ class ConnectorScheduler:
     def _name_events(self, state: RequestState, digests: tuple[bytes, ...], known: int) -> None:
         """Give the event publisher the names of these blocks."""
         if self.events is not None:
-            bound = self._bind(state.namespace_key)
-            self.events.name_blocks(bound, state.request, digests, known, self._layout_tokens // self._hash_tokens)
+            handle = self._bind(state.namespace_key)
+            self.events.name_blocks(handle, state.request, digests, known, self._layout_tokens // self._hash_tokens)
 
     # Steps
 
@@ -329,7 +329,7 @@ class ConnectorScheduler:
             state.loading = False
             state.close()
         scheduled = out.num_scheduled_tokens[request_id]
-        observer = self.cache if isinstance(self.cache, ObserveMode) else self._bound.get(state.namespace_key)
+        observer = self.cache if isinstance(self.cache, ObserveMode) else self._namespaces.get(state.namespace_key)
         self.step_timer.prompt(observer, min(scheduled, state.request.num_prompt_tokens - computed))
         table = version.block_table(out, request_id)
         if table is not None:
@@ -401,7 +401,7 @@ class ConnectorScheduler:
     def reset(self) -> bool:
         """Begin a new namespace, so that this engine finds nothing stored before."""
         self._epoch = uuid.uuid4().hex
-        self._bound.clear()
+        self._namespaces.clear()
         if self.events is not None:
             call_guarded(None, self.events.forget)
         for request_id, state in list(self.requests.items()):

@@ -29,7 +29,7 @@ class Step:
     begun: float = 0.0
     tokens: int = 0  # of all requests
     prompts: int = 0  # of these, tokens of prompts
-    bounds: list[ComputeObserver] = field(default_factory=list)  # observers of these prompts
+    namespaces: list[ComputeObserver] = field(default_factory=list)  # observers of these prompts
 
 
 class StepTimer:
@@ -41,12 +41,12 @@ class StepTimer:
         self._under_way: deque[Step] = deque(maxlen=MAX_PENDING_STEPS)
         self._ended = float("-inf")
 
-    def prompt(self, bound: ComputeObserver | None, tokens: int) -> None:
+    def prompt(self, handle: ComputeObserver | None, tokens: int) -> None:
         """Record that the step being scheduled computes `tokens` tokens of a prompt, if any."""
-        if tokens > 0 and bound is not None:
+        if tokens > 0 and handle is not None:
             self._next.prompts += tokens
-            if bound not in self._next.bounds:
-                self._next.bounds.append(bound)
+            if handle not in self._next.namespaces:
+                self._next.namespaces.append(handle)
 
     def begin(self, tokens: int) -> None:
         """Record that the step is scheduled, with `tokens` tokens in all."""
@@ -61,5 +61,5 @@ class StepTimer:
         step, now = self._under_way.popleft(), self._now()
         seconds, self._ended = now - max(step.begun, self._ended), now
         if step.prompts * 2 > step.tokens and seconds > 0:
-            for bound in step.bounds:
-                call_guarded(None, bound.computed, step.tokens, seconds)
+            for handle in step.namespaces:
+                call_guarded(None, handle.computed, step.tokens, seconds)

@@ -108,7 +108,7 @@ class KVCacheTier(SecondaryTierManager):
             )
         ]
         self._cache = open_tier_cache(self._options)
-        self._bound: NamespaceHandle | None = None
+        self._handle: NamespaceHandle | None = None
         self._epoch = ""
         self._jobs: dict[int, Job] = {}
         self._pending_lookups: dict[bytes, PendingLookup] = {}
@@ -134,11 +134,11 @@ class KVCacheTier(SecondaryTierManager):
         if pending is not None:
             hit = pending.request.match()
         else:
-            bound = self._namespace()
-            if bound is None:
+            handle = self._namespace()
+            if handle is None:
                 return Hit(0, 0)
             pending = PendingLookup(
-                bound.request(deadline_s=self._options.load_s), monotonic() + self._options.lookup_s
+                handle.request(deadline_s=self._options.load_s), monotonic() + self._options.lookup_s
             )
             hit = pending.request.match(digests=[key], after=b"")
         if hit.pending and not hit.blocks and monotonic() < pending.give_up_s:
@@ -168,12 +168,12 @@ class KVCacheTier(SecondaryTierManager):
             transfer_job.job_id, load, monotonic(), keys, transfer_job.req_context.req_id
         )
         try:
-            bound = self._namespace()
-            if bound is None:
+            handle = self._namespace()
+            if handle is None:
                 job.failed = True
                 return
             for first, end in self._runs(keys, transfer_job.req_context):
-                request = bound.request(deadline_s=self._options.load_s)
+                request = handle.request(deadline_s=self._options.load_s)
                 try:
                     transfer = self._begin(request, keys[first:end], chunks[first:end], load=load)
                 except Exception:
@@ -246,7 +246,7 @@ class KVCacheTier(SecondaryTierManager):
                 part.transfer.cancel()
                 if not part.transfer.wait(ABANDONED_LOOKUP_S):
                     _log.error("copy has not ended: chunks=%d", len(part.keys))
-        self._bound, self._epoch = None, uuid.uuid4().hex
+        self._handle, self._epoch = None, uuid.uuid4().hex
 
     def shutdown(self) -> None:
         for pending in self._pending_lookups.values():
@@ -261,7 +261,7 @@ class KVCacheTier(SecondaryTierManager):
     def _namespace(self) -> NamespaceHandle | None:
         """Return the namespace, bound on first use because vLLM chooses the root of its hashes late. None where vLLM's
         hashes differ between processes."""
-        if self._bound is None and not self._disabled_reason:
+        if self._handle is None and not self._disabled_reason:
             origin = version.hash_origin("sha256") or version.hash_origin("sha256_cbor")
             if origin is None:
                 self._disabled_reason = (
@@ -272,10 +272,10 @@ class KVCacheTier(SecondaryTierManager):
                 return None
             name, revision, facts = self._identity
             facts = {**facts, "digests": origin, **({"since": self._epoch} if self._epoch else {})}
-            self._bound = self._cache.namespace(
+            self._handle = self._cache.namespace(
                 self._layout, model=name, revision=revision, tenant=self._options.tenant, facts=facts
             )
-        return self._bound
+        return self._handle
 
 
 def _identity(spec: Any, options: TierOptions) -> tuple[str, str, dict[str, Any]]:

@@ -75,7 +75,7 @@ class ConnectorWorker:
         self._shapes: tuple[LayerGroup, ...] = ()
         self._model: ModelIdentity | None = None
         self._pages: Pages = ()
-        self._bound = Namespaces()
+        self._namespaces = Namespaces()
         self._known: dict[str, WorkerRequest] = {}
         self._loading: dict[str, PendingLoad] = {}
         self._waiting: list[PendingLoad] = []  # loads that this step's layers wait for
@@ -190,7 +190,7 @@ class ConnectorWorker:
             for g, shape in enumerate(self._shapes)
         ]
         self._model = model
-        self._bound.clear()
+        self._namespaces.clear()
 
     def _request(self, spec: TransferSpec) -> WorkerRequest:
         """Return the request, with the digests of all blocks up to the last one moved."""
@@ -205,9 +205,9 @@ class ConnectorWorker:
                 call_guarded(None, known.request.close)
             assert self._model is not None
             assert not isinstance(self.cache, ObserveMode), "observe mode moves no blocks"
-            bound = self._bound.bind(self._model, self.cache, spec.namespace_key, self._rank)
+            handle = self._namespaces.bind(self._model, self.cache, spec.namespace_key, self._rank)
             named = {"agent": spec.agent, "session": spec.session}
-            request = bound.request(spec.request_id, ttl_s=spec.ttl_s, deadline_s=self._options.load_s, **named)
+            request = handle.request(spec.request_id, ttl_s=spec.ttl_s, deadline_s=self._options.load_s, **named)
             try:
                 request.match(digests=list(spec.digests))
             except Exception:

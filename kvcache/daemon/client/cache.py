@@ -119,13 +119,13 @@ class RemoteCache:
         spec = NamespaceSpec.of(spec, fields)
         if self._tenant and spec.tenant == DEFAULT_TENANT:
             spec = replace(spec, tenant=self._tenant)
-        bound = RemoteNamespace(self, spec, spec.namespace(self._facts))
+        handle = RemoteNamespace(self, spec, spec.namespace(self._facts))
         try:
             with self.connected() as connection:
-                bound.number(connection)
+                handle.number(connection)
         except UnreachableError as error:  # the next use binds it, once the daemon answers
             _log.debug("namespace is not bound yet: %s", error)
-        return bound
+        return handle
 
     def flush(self, timeout_s: float | None = None) -> FlushReport:
         if self._closed.is_set():
@@ -160,11 +160,11 @@ class RemoteCache:
         except KVCacheError as error:
             return {"tiers": {}, "unreachable": str(error)}
 
-    def kv_events(self, after: int | None, bounds: Sequence[NamespaceHandle]) -> EventBatch:
+    def kv_events(self, after: int | None, handles: Sequence[NamespaceHandle]) -> EventBatch:
         """Return KV events; none where the daemon does not answer. The next reply then reports what was lost."""
         try:
             with self.connected() as connection:
-                numbers = [bound.number(connection) for bound in bounds if isinstance(bound, RemoteNamespace)]
+                numbers = [handle.number(connection) for handle in handles if isinstance(handle, RemoteNamespace)]
             reply = self.long_call("changes", self.patience_s, {"after": after, "namespaces": numbers})
         except KVCacheError as error:
             _log.debug("no changes: %s", error)

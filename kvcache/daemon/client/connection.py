@@ -89,7 +89,9 @@ class Connection:
         except BaseException:
             self.wire.close()
             raise
-        self.bound: OrderedDict[int, None] = OrderedDict()  # numbers of namespaces, least recently used first
+        self.namespace_numbers: OrderedDict[int, None] = (
+            OrderedDict()
+        )  # numbers of namespaces, least recently used first
         self.ends: list[int] = []  # numbers to unbind; repeated after an error, which may follow the unbinding
         self.idle: list[Wire] = []  # idle transfer connections
         self.closed = False
@@ -105,8 +107,8 @@ class Connection:
 
     def unbind_oldest(self, count: int) -> None:
         """Unbind the least recently used namespaces with the next bind; a later use binds them again."""
-        for _ in range(min(count, len(self.bound))):
-            self.ends.append(self.bound.popitem(last=False)[0])
+        for _ in range(min(count, len(self.namespace_numbers))):
+            self.ends.append(self.namespace_numbers.popitem(last=False)[0])
 
     @contextmanager
     def transfer_wire(self, timeout_s: float) -> Iterator[Wire]:

@@ -41,14 +41,18 @@ class RemoteNamespace:
 
     def number(self, connection: Connection) -> int:
         """Return the number of this namespace in the session; bind it where the session does not have it."""
-        if self._number is None or self._number[0] is not connection or self._number[1] not in connection.bound:
-            connection.unbind_oldest(len(connection.bound) - MAX_CLIENT_NAMESPACES + 1)
+        if (
+            self._number is None
+            or self._number[0] is not connection
+            or self._number[1] not in connection.namespace_numbers
+        ):
+            connection.unbind_oldest(len(connection.namespace_numbers) - MAX_CLIENT_NAMESPACES + 1)
             reply = self._bind(connection)
             connection.ends.clear()
             self.id = reply["id"]
             self._number = connection, reply["namespace"]
-            connection.bound[self._number[1]] = None
-        connection.bound.move_to_end(self._number[1])
+            connection.namespace_numbers[self._number[1]] = None
+        connection.namespace_numbers.move_to_end(self._number[1])
         return self._number[1]
 
     def _bind(self, connection: Connection) -> dict[str, Any]:
@@ -98,15 +102,15 @@ class RemoteNamespace:
 
 
 class RemoteRequest:
-    def __init__(self, bound: RemoteNamespace, id: str, deadline_s: float | None, *, joined: bool = False) -> None:
-        self.id, self.work, self.ttl_s = id, RequestContext(id), bound.ttl_s
-        self._bound, self._cache = bound, bound.cache
-        self._deadline_s = bound.cache.deadline_s if deadline_s is None else deadline_s
+    def __init__(self, handle: RemoteNamespace, id: str, deadline_s: float | None, *, joined: bool = False) -> None:
+        self.id, self.work, self.ttl_s = id, RequestContext(id), handle.ttl_s
+        self._handle, self._cache = handle, handle.cache
+        self._deadline_s = handle.cache.deadline_s if deadline_s is None else deadline_s
         self._joined = joined
         self._unreported_ids = b""  # token ids of a prompt with a miss, for the daemon to explain it
         self._known_blocks = 0  # blocks of a joined request, as of the last reply
-        self._chain = Chain(bound.id, bound.layout.block_tokens)
-        self._number = next(bound.cache.numbers)
+        self._chain = Chain(handle.id, handle.layout.block_tokens)
+        self._number = next(handle.cache.numbers)
         self._connection: weakref.ref[Connection] | None = None  # the session that has this request open
         self._transfers_running = 0  # transfers that are running
         self._closed = False
@@ -140,13 +144,13 @@ class RemoteRequest:
         `resend` also sends its signatures, where an earlier session had it open.
         """
         if self._connection is None or self._connection() is not connection:
-            fields = {"request": self._number, "namespace": self._bound.number(connection), "id": self.id}
+            fields = {"request": self._number, "namespace": self._handle.number(connection), "id": self.id}
             if self._joined:
                 self._known_blocks = connection.call("join", **fields)["blocks"]
             else:
                 named = {"agent": self.work.agent, "session": self.work.session}
                 connection.post("open", **fields, deadline_s=self._deadline_s, ttl_s=self.ttl_s, **named)
-                if resend and self._chain.packed and self._chain.namespace_id == self._bound.id:
+                if resend and self._chain.packed and self._chain.namespace_id == self._handle.id:
                     connection.call("match", request=self._number, **self._chain_fields())
             self._connection = weakref.ref(connection)
         return self._number
@@ -165,12 +169,12 @@ class RemoteRequest:
         after: bytes | None = None,
     ) -> Hit:
         check_origin(self._joined or None, token_ids, digests)
-        bound, block_tokens = self._bound, self._bound.layout.block_tokens
+        handle, block_tokens = self._handle, self._handle.layout.block_tokens
         is_new_prompt = digests is not None or token_ids is not None
         if digests is not None:
-            self._chain = Chain.from_digests(bound.id, digests, block_tokens, after=after)
+            self._chain = Chain.from_digests(handle.id, digests, block_tokens, after=after)
         elif token_ids is not None:
-            chain = Chain(bound.id, block_tokens)
+            chain = Chain(handle.id, block_tokens)
             chain.extend(token_ids, extras)
             self._chain = chain
         fields = self._chain_fields() if is_new_prompt else {}
@@ -224,7 +228,7 @@ class RemoteRequest:
         """Return the token ids of full blocks, packed; b"" where they exceed half a frame."""
         if token_ids is None:
             return b""
-        ids = tokens(token_ids)[: len(self._chain.signatures) * self._bound.layout.block_tokens]
+        ids = tokens(token_ids)[: len(self._chain.signatures) * self._handle.layout.block_tokens]
         return ids.tobytes() if ids.nbytes <= MAX_FRAME_BYTES // 2 else b""
 
     def load(self, blocks: int, pages: Pages, page_ids: PageIds, *, first_block: int = 0) -> BlockTransfer:
@@ -240,7 +244,7 @@ class RemoteRequest:
             if end > self._known_blocks:
                 self._known_blocks = len(self.signatures)
             known = self._known_blocks
-        check_transfer(self._bound.layout, self._bound.shards, pages, page_ids, first, end, known)
+        check_transfer(self._handle.layout, self._handle.shards, pages, page_ids, first, end, known)
         transfer = BlockTransfer(end - first)
         mover = PagesSlotCopy(self._cache.copiers, pages, page_ids)
         sizes = [p.block_bytes for p in pages]

@@ -193,11 +193,11 @@ class ClientSession:
         self.streams_payloads = credentials.remote or self.tenant.share == "copy"
         """Whether payload bytes go over the socket, because the client does not map the arena."""
         self._cache, self._namespace_registry, self._pending_stores = cache, namespace_registry, pending_stores
-        self._bound: dict[int, tuple[CacheNamespace, Callable[[], CacheNamespace]]] = {}  # and the call that binds it
+        self._handles: dict[int, tuple[CacheNamespace, Callable[[], CacheNamespace]]] = {}  # and the call that binds it
         self._numbers: dict[CacheNamespace, int] = {}
         self._next = 0
         self._requests: dict[int, CacheRequest] = {}
-        self._bound_of: dict[int, CacheNamespace] = {}  # by request number
+        self._handle_of: dict[int, CacheNamespace] = {}  # by request number
         self._signature_bytes: dict[int, int] = {}  # in bytes, by request opened here (not joined)
         self._within_rate_limit = True  # whether the current message is within the tenant's rate limit
         self._token_id_bytes: dict[int, int] = {}  # bytes of token ids, by request number
@@ -251,44 +251,44 @@ class ClientSession:
 
     def payload_sizes(self, number: int) -> list[int]:
         """Return the payload bytes of a block, by group, for a request."""
-        bound = self._bound_of.get(number)
-        return [] if bound is None else [ref.payload_bytes for ref in bound.own_shards]
+        handle = self._handle_of.get(number)
+        return [] if handle is None else [ref.payload_bytes for ref in handle.own_shards]
 
     def _namespace(self, message: Mapping[str, Any]) -> dict[str, Any]:
         """Bind a namespace; then end the bindings in `ends`. Where binding fails, nothing changes."""
-        ends = {number for number in message.get("ends") or () if type(number) is int and number in self._bound}
+        ends = {number for number in message.get("ends") or () if type(number) is int and number in self._handles}
         if not self.tenant.may_act_as(message["tenant"]):
             raise AccessError(f"tenant = {message['tenant']!r:.140}: this client authenticated as {self.tenant.name!r}")
         bind = partial(self._cache.namespace, parse_spec(message))
-        if len(self._bound) - len(ends) >= MAX_CLIENT_NAMESPACES:
+        if len(self._handles) - len(ends) >= MAX_CLIENT_NAMESPACES:
             raise ConfigError(f"{MAX_CLIENT_NAMESPACES} namespaces bound: the limit of a client; end some first")
-        bound = self._namespace_registry.acquire(self.tenant.name, bind, self)
-        number = self._numbers.get(bound)
+        handle = self._namespace_registry.acquire(self.tenant.name, bind, self)
+        number = self._numbers.get(handle)
         if number is None:
-            number = self._numbers[bound] = self._next
-            self._bound[number], self._next = (bound, bind), number + 1
+            number = self._numbers[handle] = self._next
+            self._handles[number], self._next = (handle, bind), number + 1
         for ended in ends - {number}:
             self._end_binding(ended)
-        return {"namespace": number, "id": bound.id}
+        return {"namespace": number, "id": handle.id}
 
     def _end_binding(self, number: int) -> None:
         """End a binding. Its open requests continue."""
-        bound, _ = self._bound.pop(number)
-        if self._numbers.get(bound) == number:
-            del self._numbers[bound]
-            self._namespace_registry.release(self.tenant.name, bound, self)
+        handle, _ = self._handles.pop(number)
+        if self._numbers.get(handle) == number:
+            del self._numbers[handle]
+            self._namespace_registry.release(self.tenant.name, handle, self)
 
     def _open(self, message: Mapping[str, Any]) -> dict[str, Any]:
         number = message["request"]
         if number in self._requests:
             raise RequestError(f"request {number} is open already")
         agent, session = message.get("agent"), message.get("session")
-        bound = self._use_namespace(message)
+        handle = self._use_namespace(message)
         ttl_s, deadline_s = message.get("ttl_s"), _deadline(message)
-        made = bound.request(
+        made = handle.request(
             self._request_name(message), agent=agent, session=session, ttl_s=ttl_s, deadline_s=deadline_s
         )
-        self._add_request(number, bound, made)
+        self._add_request(number, handle, made)
         self._signature_bytes[number] = 0
         return {}
 
@@ -303,12 +303,12 @@ class ClientSession:
             self._check_opened_here(number)
             self._check_signature_budget(number, len(signatures))
             self._signature_bytes[number] = len(signatures)
-        bound = None if signatures is None else self._bind_signatures(request, signatures)
+        handle = None if signatures is None else self._bind_signatures(request, signatures)
         head = message.get("head")
         if head is not None and len(head) not in (0, SIGNATURE_BYTES):
             raise TokenError(f"a head of {len(head)} bytes: expected {SIGNATURE_BYTES}, or 0 for an unknown one")
         head = head and self._bind_signatures(request, head)
-        hit = request.match(signatures=bound, head=head, refused="" if self._within_rate_limit else QUOTA_REASON)
+        hit = request.match(signatures=handle, head=head, refused="" if self._within_rate_limit else QUOTA_REASON)
         if signatures is not None and self._isolates_tenants:
             request.chain.client_signatures = signatures
         return {"blocks": hit.blocks, "by_tier": dict(hit.by_tier), "reason": hit.reason, "pending": hit.pending}
@@ -329,8 +329,8 @@ class ClientSession:
     def _join(self, message: Mapping[str, Any]) -> dict[str, Any]:
         if message["request"] in self._requests:
             raise RequestError(f"request {message['request']} is open: give the joined request another number")
-        bound = self._use_namespace(message)
-        request = self._add_request(message["request"], bound, bound.join(self._request_name(message)))
+        handle = self._use_namespace(message)
+        request = self._add_request(message["request"], handle, handle.join(self._request_name(message)))
         return {"blocks": len(request.signatures)}
 
     def _signatures(self, message: Mapping[str, Any]) -> dict[str, Any]:
@@ -351,11 +351,11 @@ class ClientSession:
         request = self._requests.pop(message["request"], None)
         self._signature_bytes.pop(message["request"], None)
         self._token_id_bytes.pop(message["request"], None)
-        bound = self._bound_of.pop(message["request"], None)
+        handle = self._handle_of.pop(message["request"], None)
         if request is not None:
             request.close()
-        if bound is not None:
-            self._namespace_registry.drop_reference(bound)
+        if handle is not None:
+            self._namespace_registry.drop_reference(handle)
         return {}
 
     def _storing(self, message: Mapping[str, Any]) -> dict[str, Any]:
@@ -379,7 +379,7 @@ class ClientSession:
             return flow.flush(timeout_s, watch=self._watch, first=self._cache.on_flush)
         owners = self._cache.erasure.owned()
         own = {space for space, owner in owners.items() if owner.fits(tenant.name, None)}
-        own |= {bound.id for bound, _ in list(self._bound.values())}
+        own |= {handle.id for handle, _ in list(self._handles.values())}
         waits = [partial(self._pending_stores.wait, tenant=tenant.name)]
         return flow.flush(timeout_s, watch=self._watch, first=waits, scope=own.__contains__)
 
@@ -390,15 +390,15 @@ class ClientSession:
         moved = {"moved_bytes": self.rate_limit.moved_bytes, "refused": self.rate_limit.refused}
         return {"tenant": self.tenant.name, **Report(self._cache, self.tenant.name).stats(), **moved}
 
-    def _add_request(self, number: int, bound: CacheNamespace, request: CacheRequest) -> CacheRequest:
+    def _add_request(self, number: int, handle: CacheNamespace, request: CacheRequest) -> CacheRequest:
         if len(self._requests) >= MAX_OPEN_REQUESTS:
             request.close()
             raise RequestError(f"{MAX_OPEN_REQUESTS} requests are open: the limit of a client; close some")
-        self._requests[number], self._bound_of[number] = request, bound
-        self._namespace_registry.add_reference(bound)
+        self._requests[number], self._handle_of[number] = request, handle
+        self._namespace_registry.add_reference(handle)
         return request
 
-    def bound(self, message: Mapping[str, Any]) -> CacheNamespace:
+    def find_namespace(self, message: Mapping[str, Any]) -> CacheNamespace:
         """Return the namespace that this session bound under the message's number.
 
         The registry may have removed the binding for the tenant's share. Thread safety: any thread.
@@ -407,22 +407,22 @@ class ClientSession:
             RequestError: This session bound no namespace under the number.
         """
         number: int = message["namespace"]
-        found = self._bound.get(number) if type(number) is int else None
+        found = self._handles.get(number) if type(number) is int else None
         if found is None:
-            raise RequestError(f"namespace {number!r:.40}: not bound by this client, which has {len(self._bound)}")
+            raise RequestError(f"namespace {number!r:.40}: not bound by this client, which has {len(self._handles)}")
         return found[0]
 
     def _use_namespace(self, message: Mapping[str, Any]) -> CacheNamespace:
         """Return the same namespace for use; bind it again where the registry has removed it."""
-        bound, number = self.bound(message), message["namespace"]
-        if self._namespace_registry.touch(self.tenant.name, bound, self):
-            return bound
-        _, bind = self._bound[number]
+        handle, number = self.find_namespace(message), message["namespace"]
+        if self._namespace_registry.touch(self.tenant.name, handle, self):
+            return handle
+        _, bind = self._handles[number]
         again = self._namespace_registry.acquire(self.tenant.name, bind, self)
-        if self._numbers.get(bound) == number:
-            del self._numbers[bound]
+        if self._numbers.get(handle) == number:
+            del self._numbers[handle]
         self._numbers.setdefault(again, number)
-        self._bound[number] = again, bind
+        self._handles[number] = again, bind
         return again
 
     def _request_name(self, message: Mapping[str, Any]) -> str:
@@ -460,9 +460,9 @@ class ClientSession:
             request.close()
         while self._stores:
             self._pending_stores.end(self.tenant.name, self._stores.popitem()[1])
-        while self._bound_of:
-            self._namespace_registry.drop_reference(self._bound_of.popitem()[1])
-        for number in list(self._bound):
+        while self._handle_of:
+            self._namespace_registry.drop_reference(self._handle_of.popitem()[1])
+        for number in list(self._handles):
             self._end_binding(number)
 
 

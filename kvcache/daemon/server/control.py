@@ -62,15 +62,15 @@ def pin(cache: Cache, arguments: dict[Any, Any]) -> dict[str, Any]:
         if not isinstance(seconds, (int, float)) or isinstance(seconds, bool):
             raise ConfigError(f"seconds = {seconds!r:.40}: expected a duration in seconds")
         entry, blocks = which
-        bound = next((bound for bound in cache.bounds if bound.id == entry.namespace), None)
-        if bound is None:
+        handle = next((handle for handle in cache.handles if handle.id == entry.namespace), None)
+        if handle is None:
             raise ConfigError("no engine has bound this prompt's namespace here")
         packed, pins, clock = entry.packed[: blocks * SIGNATURE_BYTES], cache.pins, cache.os_env.clock
         pins.check(float(seconds))
         end = clock.now() + PREFETCH_TIMEOUT_S
-        most = pins.pinnable_blocks(bound, blocks)
-        Prefetcher(bound, packed, None, lambda: clock.now() >= end, most_blocks=most).prefetch("pin")
-        made = pins.pin(bound, packed, float(seconds))
+        most = pins.pinnable_blocks(handle, blocks)
+        Prefetcher(handle, packed, None, lambda: clock.now() >= end, most_blocks=most).prefetch("pin")
+        made = pins.pin(handle, packed, float(seconds))
         return {"made": made.told(), "pins": [item.told() for item in cache.pins.all()]}
     return {"made": None, "pins": [item.told() for item in cache.pins.all()]}
 

@@ -42,12 +42,12 @@ class NamespaceRegistry:
         Raises:
             ConfigError: The tenant has no share, and no binding to replace.
         """
-        bound, registered = bind(), self._by_tenant[tenant]
-        if bound not in registered:
+        handle, registered = bind(), self._by_tenant[tenant]
+        if handle not in registered:
             if not self._fair_share.has_capacity(tenant):
                 if not registered:
-                    if not self._references[bound]:
-                        self._mark_idle(bound)
+                    if not self._references[handle]:
+                        self._mark_idle(handle)
                     raise ConfigError(
                         f"tenant {tenant!r} cannot bind a namespace: all tenants together have "
                         f"{MAX_BOUND_NAMESPACES}; end engines"
@@ -55,48 +55,48 @@ class NamespaceRegistry:
                     )
                 self._remove(tenant, next(iter(registered)))
             self._fair_share.acquire_unchecked(tenant)
-            registered[bound] = set()
-            self.add_reference(bound)
-        registered[bound].add(session)
-        registered.move_to_end(bound)
-        return bound
+            registered[handle] = set()
+            self.add_reference(handle)
+        registered[handle].add(session)
+        registered.move_to_end(handle)
+        return handle
 
-    def touch(self, tenant: str, bound: CacheNamespace, session: object) -> bool:
+    def touch(self, tenant: str, handle: CacheNamespace, session: object) -> bool:
         """Mark the binding as used; return False where the session no longer has it."""
-        if session not in self._by_tenant[tenant].get(bound, ()):
+        if session not in self._by_tenant[tenant].get(handle, ()):
             return False
-        self._by_tenant[tenant].move_to_end(bound)
+        self._by_tenant[tenant].move_to_end(handle)
         return True
 
-    def release(self, tenant: str, bound: CacheNamespace, session: object) -> None:
+    def release(self, tenant: str, handle: CacheNamespace, session: object) -> None:
         """End a session's use of the binding. Idempotent."""
-        sessions = self._by_tenant[tenant].get(bound, set())
+        sessions = self._by_tenant[tenant].get(handle, set())
         sessions.discard(session)
-        if not sessions and bound in self._by_tenant[tenant]:
-            self._remove(tenant, bound)
+        if not sessions and handle in self._by_tenant[tenant]:
+            self._remove(tenant, handle)
 
-    def _remove(self, tenant: str, bound: CacheNamespace) -> None:
-        del self._by_tenant[tenant][bound]
+    def _remove(self, tenant: str, handle: CacheNamespace) -> None:
+        del self._by_tenant[tenant][handle]
         self._fair_share.release(tenant)
-        self.drop_reference(bound)
+        self.drop_reference(handle)
 
-    def add_reference(self, bound: CacheNamespace) -> None:
+    def add_reference(self, handle: CacheNamespace) -> None:
         """Keep the binding until as many calls of `drop_reference`.
 
         An open request continues after its session has ended the binding.
         """
-        self._references[bound] += 1
-        self._idle.pop(bound, None)
+        self._references[handle] += 1
+        self._idle.pop(handle, None)
 
-    def drop_reference(self, bound: CacheNamespace) -> None:
-        self._references[bound] -= 1
-        if not self._references[bound]:
-            del self._references[bound]
-            self._mark_idle(bound)
+    def drop_reference(self, handle: CacheNamespace) -> None:
+        self._references[handle] -= 1
+        if not self._references[handle]:
+            del self._references[handle]
+            self._mark_idle(handle)
 
-    def _mark_idle(self, bound: CacheNamespace) -> None:
+    def _mark_idle(self, handle: CacheNamespace) -> None:
         """Record that no session and no request uses the binding; unbind a batch where too many are idle."""
-        self._idle[bound] = None
+        self._idle[handle] = None
         if len(self._idle) >= MAX_IDLE_NAMESPACES + IDLE_EVICTION_BATCH:
             evicted = self._eviction_candidates(IDLE_EVICTION_BATCH)
             for each in evicted:
@@ -110,6 +110,6 @@ class NamespaceRegistry:
         """
         newer: Counter[str] = Counter()
         ranks = {}
-        for bound in reversed(self._idle):
-            ranks[bound] = newer[bound.tenant] = newer[bound.tenant] + 1
+        for handle in reversed(self._idle):
+            ranks[handle] = newer[handle.tenant] = newer[handle.tenant] + 1
         return sorted(self._idle, key=ranks.__getitem__, reverse=True)[:count]

@@ -52,21 +52,21 @@ def lookup_prompt(cache: Cache, packed_ids: Any, prefix: str, tenant: str | None
         raise ConfigError(_EXPECTED)
     ids: Ids = np.frombuffer(packed_ids, "<u4")
     best: RecentRequest | None = None
-    bounds = [b for b in cache.bounds if b.id.hex().startswith(prefix) and tenant in (None, b.tenant)]
-    if not bounds:
-        known = [b.id.hex()[: max(8, len(prefix))] for b in cache.bounds if tenant in (None, b.tenant)]
+    handles = [b for b in cache.handles if b.id.hex().startswith(prefix) and tenant in (None, b.tenant)]
+    if not handles:
+        known = [b.id.hex()[: max(8, len(prefix))] for b in cache.handles if tenant in (None, b.tenant)]
         raise NotFoundError.like(
             f"namespace {prefix!r:.80}: no engine has bound a namespace with this id", prefix, known
         )
-    for bound in bounds:
-        tokens = bound.layout.block_tokens
-        lookup, chain = cache.index.lookup(bound.shard_keys, bound.needs), Chain(bound.id, tokens)
+    for handle in handles:
+        tokens = handle.layout.block_tokens
+        lookup, chain = cache.index.lookup(handle.shard_keys, handle.needs), Chain(handle.id, tokens)
         chain.extend(ids)
-        packed = bind_signatures(bound.id, chain.packed) if cache.binds_signatures else chain.packed
+        packed = bind_signatures(handle.id, chain.packed) if cache.binds_signatures else chain.packed
         lookup.match(packed)
         clock, time = cache.index.clock, cache.os_env.clock.wall()
         entry = hypothetical_request(
-            packed, ids, namespace=bound.id, shard_keys=bound.shard_keys, block_tokens=tokens, clock=clock, time=time
+            packed, ids, namespace=handle.id, shard_keys=handle.shard_keys, block_tokens=tokens, clock=clock, time=time
         )
         entry.found = lookup.blocks
         if best is None or entry.found * tokens > best.found * best.block_tokens:

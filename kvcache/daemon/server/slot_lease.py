@@ -335,7 +335,7 @@ def _execute(
             raise AccessError("an audit covers all tenants: only an operator may request it")
         return {"faults": cache.check()[:1000]}
     if op == "clear":
-        return {"records": session.bound(message).clear()}
+        return {"records": session.find_namespace(message).clear()}
     if op == "changes":
         return _kv_events(message, session, cache)
     request = session.request(message["request"])
@@ -361,9 +361,9 @@ def _rate_limited(op: str, message: Mapping[str, Any], request: CacheRequest, ca
 
 def _kv_events(message: Mapping[str, Any], session: ClientSession, cache: Cache) -> dict[str, Any]:
     """Return events of namespaces that this session has bound; no event of another tenant."""
-    bounds = [session.bound({"namespace": number}) for number in message["namespaces"]]
+    handles = [session.find_namespace({"namespace": number}) for number in message["namespaces"]]
     tenant = session.tenant
-    events = cache.kv_events(message.get("after"), bounds, None if tenant.operator else tenant.name)
+    events = cache.kv_events(message.get("after"), handles, None if tenant.operator else tenant.name)
     return {
         "next": events.next,
         "lost": events.lost,

@@ -62,7 +62,7 @@ def test_lookup_leases_over_a_faulty_cache_are_misses(method: str, fault: str, t
     with opened(tmp_path) as cache:
         store = pool_store(injector.wrap(cache), pool(1))
         assert all(store.store(keys, range(8)))
-        told = LookupLeases({"kv": store.bound, "swa": store.bound}, 0.01)
+        told = LookupLeases({"kv": store.handle, "swa": store.handle}, 0.01)
         assert told.loadable_lengths("before", keys, {"swa": 2}) == [5, 6, 7, 8]
         injector.method, injector.fault = method, fault
         begun = time.monotonic()

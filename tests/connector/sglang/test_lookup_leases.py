@@ -44,7 +44,7 @@ def test_blocks_in_host_memory_are_leased_at_once(tmp_path: Path) -> None:
         store = pool_store(cache, pool(1))
         keys = chain(9)
         store.store(keys[:6], range(6))
-        told = LookupLeases({"kv": store.bound}, 0.0)
+        told = LookupLeases({"kv": store.handle}, 0.0)
         assert length(told, "a", keys) == 6
         assert length(told, "a", keys) == 6
         assert length(told, "b", keys[2:4]) == 2
@@ -63,7 +63,7 @@ def test_blocks_on_a_hung_drive_are_never_leased(tmp_path: Path) -> None:
     drive, clock = FaultyDisk(), Clock()
     cache = kept(tmp_path, 20, drive)
     drive.hang()
-    told = LookupLeases({"kv": pool_store(cache, pool()).bound}, 0.05, clock)
+    told = LookupLeases({"kv": pool_store(cache, pool()).handle}, 0.05, clock)
     assert length(told, "a", chain(20)) == 0
     assert clock.seconds < 0.2
     waited = clock.seconds
@@ -77,7 +77,7 @@ def test_blocks_on_a_hung_drive_are_never_leased(tmp_path: Path) -> None:
 
 def test_promoted_blocks_are_leased_at_a_later_lookup(tmp_path: Path) -> None:
     with kept(tmp_path, 20) as cache:
-        told = LookupLeases({"kv": pool_store(cache, pool()).bound}, 30.0)
+        told = LookupLeases({"kv": pool_store(cache, pool()).handle}, 30.0)
         assert length(told, "a", chain(20)) == 20
         assert cache.stats()["tiers"]["host"]["records"] == 20
         told.clear()
@@ -89,7 +89,7 @@ def test_leased_blocks_are_not_evicted(tmp_path: Path) -> None:
         host, keys = pool(1), chain(4)
         store = pool_store(cache, host)
         assert store.store(keys, range(4)) == [True] * 4
-        told = LookupLeases({"kv": store.bound}, 0.0)
+        told = LookupLeases({"kv": store.handle}, 0.0)
         promised = length(told, "a", keys)
         assert promised
         for seed in range(1, 20):
@@ -109,7 +109,7 @@ def test_expired_leases_are_released(tmp_path: Path) -> None:
     with opened(tmp_path) as cache:
         store, clock = pool_store(cache, pool(1)), Clock()
         store.store(chain(4), range(4))
-        told = LookupLeases({"kv": store.bound}, 0.0, clock)
+        told = LookupLeases({"kv": store.handle}, 0.0, clock)
         assert length(told, "a", chain(4)) == 4
         clock.seconds += promises.MAX_LEASE_S
         assert length(told, "b", chain(4)) == 4
@@ -153,7 +153,7 @@ def test_a_windowed_pool_is_leased_with_its_full_window(tmp_path: Path) -> None:
             for i in range(12):
                 if here[i]:
                     last.store(keys[i : i + 1], [i])
-            told = LookupLeases({"kv": whole.bound, "swa": last.bound}, 0.0)
+            told = LookupLeases({"kv": whole.handle, "swa": last.handle}, 0.0)
             right = sorted(lengths_with_last_pages(here[:count], window))
             ends = told.loadable_lengths("a", keys, {"swa": window})
             assert ends == right[-promises.MAX_ENDS :], (here, count, window)
@@ -175,7 +175,7 @@ def test_a_windowed_pool_is_leased_with_its_full_window(tmp_path: Path) -> None:
                 for i, key in enumerate(moved):
                     assert torch.equal(other.page(40 + i), source.page(keys.index(key)))
                 requests[name].close()
-                assert store.bound.id
+                assert store.handle.id
             assert len(told) == 0
         assert cache.stats()["tiers"]["host"]["held_bytes"] == 0
 
@@ -188,8 +188,8 @@ def test_a_window_on_the_drive_is_leased_once_promoted(tmp_path: Path) -> None:
     drive = FaultyDisk()
     with opened(tmp_path, drive) as cache:
         drive.hang()
-        bounds = {name: pool_store(cache, pool(), facts={"pool": name}).bound for name in ("kv", "swa")}
-        hung = LookupLeases(bounds, 0.0).loadable_lengths("a", keys, {"swa": 4})
+        handles = {name: pool_store(cache, pool(), facts={"pool": name}).handle for name in ("kv", "swa")}
+        hung = LookupLeases(handles, 0.0).loadable_lengths("a", keys, {"swa": 4})
         drive.go()
         assert hung == []
-        assert LookupLeases(bounds, 30.0).loadable_lengths("a", keys, {"swa": 4}) == [17, 18, 19, 20]
+        assert LookupLeases(handles, 30.0).loadable_lengths("a", keys, {"swa": 4}) == [17, 18, 19, 20]

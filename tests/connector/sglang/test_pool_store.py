@@ -44,8 +44,8 @@ def pool(seed: int | None = None) -> MHATokenToKVPoolHost:
 def pool_store(cache: Any, host: Any, ranks: Ranks | None = None, **named: Any) -> PoolStore:
     described = describe_pool(host, ranks or Ranks())
     fields = {"model": "m", "revision": "r"} | named
-    bound = cache.namespace(described.layout, shards=described.shards, **fields)
-    return PoolStore(bound, described, 30.0)
+    handle = cache.namespace(described.layout, shards=described.shards, **fields)
+    return PoolStore(handle, described, 30.0)
 
 
 def opened(place: Path, drive: FaultyDisk | None = None, host_bytes: int = 8 << 20) -> Cache:

@@ -33,7 +33,7 @@ def named(place: Path, **told: Any) -> bytes:
 
 
 def named_as_it_is(model: Any) -> bytes:
-    found: bytes = PrefixStore(NaiveCache(), model)._bound.id
+    found: bytes = PrefixStore(NaiveCache(), model)._handle.id
     return found
 
 
@@ -76,7 +76,7 @@ def test_a_setting_reads_every_byte_of_the_weights(folder: Path) -> None:
     seen = set()
     for whole in (False, True):
         with kvcache.open(**small, identity__read_every_byte=whole) as cache:
-            seen.add(PrefixStore(cache, model)._bound.id)
+            seen.add(PrefixStore(cache, model)._handle.id)
     assert len(seen) == 2
 
 

@@ -28,7 +28,7 @@ WORDS: Any = SimpleNamespace(
 class Silent:
     """A cache whose changes a test tells by hand."""
 
-    def changes(self, after: int | None, bounds: Any) -> EventBatch:
+    def changes(self, after: int | None, namespaces: Any) -> EventBatch:
         return EventBatch(0, lost=False, kv_events=())
 
 
@@ -75,16 +75,16 @@ def test_events_give_a_router_the_tiers_contents(tmp_path: Path, layout: Any) ->
         control={"enabled": False},
     ) as cache:
         announcer, model = KVEventPublisher(cache, WORDS), whole_model(layout)
-        bound = model.bind(cache, SimpleNamespace(adapter=None, tenant="default", salt="", epoch=""))  # type: ignore[arg-type]  # a stand-in
-        announcer.subscribe(model, bound)
+        handle = model.bind(cache, SimpleNamespace(adapter=None, tenant="default", salt="", epoch=""))  # type: ignore[arg-type]  # a stand-in
+        announcer.subscribe(model, handle)
         hashes = {}
         for _ in range(40):
             start = rng.randrange(20) * 1000
             ids = list(range(start, start + 4 * rng.randrange(4, 40)))
             asked = request_of(ids)
-            with bound.request() as r:
+            with handle.request() as r:
                 r.match(digests=asked.block_hashes)
-                announcer.name_blocks(bound, asked, asked.block_hashes, 0, 1)
+                announcer.name_blocks(handle, asked, asked.block_hashes, 0, 1)
                 r.admit()
                 blocks = len(asked.block_hashes)
                 r.store(engine.described, engine.ids(list(range(blocks)))).wait(30)
@@ -104,19 +104,19 @@ def test_events_give_a_router_the_tiers_contents(tmp_path: Path, layout: Any) ->
             assert hashed(prompt, 4)[-1] == block_hash
 
 
-def told(kind: Any, bound: Any, digests: list[bytes], shard: tuple[int, int, int, int], tier: str = "host") -> KVEvent:
-    packed = b"".join(sha256(bound.id + digest).digest() for digest in digests)
-    return KVEvent(kind, tier, bound.id, 0, shard, b"", packed)
+def told(kind: Any, handle: Any, digests: list[bytes], shard: tuple[int, int, int, int], tier: str = "host") -> KVEvent:
+    packed = b"".join(sha256(handle.id + digest).digest() for digest in digests)
+    return KVEvent(kind, tier, handle.id, 0, shard, b"", packed)
 
 
 @pytest.fixture
 def two_ranks() -> Any:
     left, right = Shard(0, 2, 0, 1), Shard(0, 2, 1, 2)
     model = ModelIdentity("m", "r", {}, FULL, {(0, 0): (left,), (0, 1): (right,)}, (0,))
-    bound: Any = SimpleNamespace(id=bytes(32), event_signature=lambda signature: signature)
+    handle: Any = SimpleNamespace(id=bytes(32), event_signature=lambda signature: signature)
     announcer = KVEventPublisher(Silent(), WORDS, most_blocks=4)
-    announcer.subscribe(model, bound)
-    yield announcer, bound
+    announcer.subscribe(model, handle)
+    yield announcer, handle
     announcer.close()
 
 
@@ -124,29 +124,29 @@ LEFT, RIGHT = (0, 2, 0, 1), (0, 2, 1, 2)
 
 
 def test_a_block_is_announced_once_all_ranks_have_it(two_ranks: Any) -> None:
-    announcer, bound = two_ranks
+    announcer, handle = two_ranks
     asked = request_of(list(range(8)))
-    announcer.name_blocks(bound, asked, asked.block_hashes, 0, 1)
-    announcer.apply_changes([told("stored", bound, asked.block_hashes, LEFT)])
+    announcer.name_blocks(handle, asked, asked.block_hashes, 0, 1)
+    announcer.apply_changes([told("stored", handle, asked.block_hashes, LEFT)])
     assert announcer.drain() == []
-    announcer.apply_changes([told("stored", bound, asked.block_hashes[:1], RIGHT)])
+    announcer.apply_changes([told("stored", handle, asked.block_hashes[:1], RIGHT)])
     (stored,) = announcer.drain()
     assert (stored.block_hashes, stored.token_ids) == (asked.block_hashes[:1], [0, 1, 2, 3])
     assert (stored.medium, stored.locality, stored.parent_block_hash) == ("CPU", "LOCAL", None)
-    announcer.apply_changes([told("removed", bound, asked.block_hashes, LEFT)])
+    announcer.apply_changes([told("removed", handle, asked.block_hashes, LEFT)])
     (gone,) = announcer.drain()
     assert (gone.kind, gone.block_hashes) == ("BlockRemoved", asked.block_hashes[:1])
-    announcer.apply_changes([told("removed", bound, asked.block_hashes, RIGHT)])
+    announcer.apply_changes([told("removed", handle, asked.block_hashes, RIGHT)])
     assert announcer.drain() == []
 
 
 @pytest.mark.parametrize("how", ["lost", "reset", "full"])
 def test_blocks_no_longer_tracked_are_announced_as_removed(two_ranks: Any, how: str) -> None:
-    announcer, bound = two_ranks
+    announcer, handle = two_ranks
     asked = request_of(list(range(12)))
-    announcer.name_blocks(bound, asked, asked.block_hashes, 0, 1)
+    announcer.name_blocks(handle, asked, asked.block_hashes, 0, 1)
     for shard in (LEFT, RIGHT):
-        announcer.apply_changes([told("stored", bound, asked.block_hashes, shard, tier="redis")])
+        announcer.apply_changes([told("stored", handle, asked.block_hashes, shard, tier="redis")])
     assert [e.locality for e in announcer.drain()] == ["REMOTE"]
     if how == "lost":
         announcer.apply_changes([], lost=True)
@@ -154,23 +154,25 @@ def test_blocks_no_longer_tracked_are_announced_as_removed(two_ranks: Any, how: 
         announcer.forget()
     else:
         other = request_of(list(range(100, 116)))
-        announcer.name_blocks(bound, other, other.block_hashes, 0, 1)
+        announcer.name_blocks(handle, other, other.block_hashes, 0, 1)
     gone = [h for event in announcer.drain() if event.kind == "BlockRemoved" for h in event.block_hashes]
     assert sorted(gone) == sorted(asked.block_hashes)
 
 
 def test_blocks_without_a_local_name_are_not_published(two_ranks: Any) -> None:
-    announcer, bound = two_ranks
+    announcer, handle = two_ranks
     for shard in (LEFT, RIGHT):
-        announcer.apply_changes([told("stored", bound, [b"0" * 32], shard), told("removed", bound, [b"0" * 32], shard)])
+        announcer.apply_changes(
+            [told("stored", handle, [b"0" * 32], shard), told("removed", handle, [b"0" * 32], shard)]
+        )
     assert announcer.drain() == []
 
 
 def test_an_event_without_local_hash_fails_no_request(two_ranks: Any) -> None:
-    announcer, bound = two_ranks
+    announcer, handle = two_ranks
     asked = request_of(list(range(8)))
     asked.request_id, asked.block_hashes = "r", []  # another version of vLLM: nothing is where it was
-    announcer.name_blocks(bound, asked, [b"1" * 32], 0, 1)
+    announcer.name_blocks(handle, asked, [b"1" * 32], 0, 1)
     assert announcer.drain() == []
-    announcer.apply_changes([told("stored", bound, [b"1" * 32], LEFT), told("stored", bound, [b"1" * 32], RIGHT)])
+    announcer.apply_changes([told("stored", handle, [b"1" * 32], LEFT), told("stored", handle, [b"1" * 32], RIGHT)])
     assert announcer.drain() == []

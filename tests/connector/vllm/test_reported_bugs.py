@@ -97,9 +97,9 @@ class Undecided(NaiveCache):
     """A shared tier that never answers."""
 
     def namespace(self, *given: Any, **named: Any) -> Any:
-        bound = super().namespace(*given, **named)
-        bound.request = lambda name="", **_: Asking(bound, name)  # type: ignore[method-assign]
-        return bound
+        handle = super().namespace(*given, **named)
+        handle.request = lambda name="", **_: Asking(handle, name)  # type: ignore[method-assign]
+        return handle
 
 
 class Asking(NaiveRequest):

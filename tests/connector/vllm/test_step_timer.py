@@ -26,8 +26,8 @@ class Clock:
 
 
 def test_only_prefill_steps_are_reported() -> None:
-    clock, bound = Clock(), Told()
-    steps, mine = StepTimer(clock), bound
+    clock, handle = Clock(), Told()
+    steps, mine = StepTimer(clock), handle
     cache_request: Any = mine
     for prompts, tokens, seconds in ((512, 520, 2.0), (0, 8, 0.1), (3, 8, 0.2), (64, 64, 0.5)):
         steps.prompt(cache_request, prompts)
@@ -35,13 +35,13 @@ def test_only_prefill_steps_are_reported() -> None:
         clock.now += seconds
         steps.end()
         clock.now += 7  # between steps nothing is computed
-    assert bound.heard == [(520, 2.0), (64, pytest.approx(0.5))]
+    assert handle.heard == [(520, 2.0), (64, pytest.approx(0.5))]
 
 
 def test_overlapping_steps_start_at_the_previous_end() -> None:
-    clock, bound = Clock(), Told()
+    clock, handle = Clock(), Told()
     steps: StepTimer = StepTimer(clock)
-    cache_request: Any = bound
+    cache_request: Any = handle
     for _ in range(3):  # all scheduled at once, as pipelines do
         steps.prompt(cache_request, 100)
         steps.begin(100)
@@ -49,14 +49,14 @@ def test_overlapping_steps_start_at_the_previous_end() -> None:
         clock.now += 1.5
         steps.end()
     steps.end()  # more outputs than steps
-    assert bound.heard == [(100, 1.5)] * 3
+    assert handle.heard == [(100, 1.5)] * 3
 
 
 def test_a_step_is_reported_once_per_namespace() -> None:
     clock, one, other = Clock(), Told(), Told()
     steps = StepTimer(clock)
-    for bound in (one, other, one, None):
-        cache_request: Any = bound
+    for handle in (one, other, one, None):
+        cache_request: Any = handle
         steps.prompt(cache_request, 10)
     steps.prompt(None, 5)
     steps.begin(30)

@@ -197,29 +197,29 @@ def test_a_disabled_engine_counts_each_request(scheduling: Any) -> None:
 def test_invented_tenants_fill_neither_memory_nor_log(scheduling: Any, caplog: pytest.LogCaptureFixture) -> None:
     for i in range(1500):
         step(scheduling, request(f"r{i}", tenant=f"t{i}", ttl=-1 - i))
-    assert len(scheduling._bound) <= 1024
+    assert len(scheduling._namespaces) <= 1024
     assert len(caplog.records) <= 300
 
 
 def test_the_oldest_namespace_is_dropped_unreported() -> None:
     class Heard:
         def __init__(self) -> None:
-            self.bounds: list[Any] = []
+            self.namespaces: list[Any] = []
 
-        def subscribe(self, model: ModelIdentity, bound: Any) -> None:
-            self.bounds.append(bound)
+        def subscribe(self, model: ModelIdentity, handle: Any) -> None:
+            self.namespaces.append(handle)
 
-        def unsubscribe(self, bound: Any) -> None:
-            self.bounds.remove(bound)
+        def unsubscribe(self, handle: Any) -> None:
+            self.namespaces.remove(handle)
 
     heard: Any = Heard()
-    bounds, cache = Namespaces(heard, most=2), NaiveCache()
-    one = bounds.bind(MODEL, cache, NamespaceKey("1"))
-    bounds.bind(MODEL, cache, NamespaceKey("2"))
-    assert bounds.bind(MODEL, cache, NamespaceKey("1")) is one
-    three = bounds.bind(MODEL, cache, NamespaceKey("3"))
-    assert bounds.get(NamespaceKey("2")) is None
-    assert heard.bounds == [one, three]
+    namespaces, cache = Namespaces(heard, most=2), NaiveCache()
+    one = namespaces.bind(MODEL, cache, NamespaceKey("1"))
+    namespaces.bind(MODEL, cache, NamespaceKey("2"))
+    assert namespaces.bind(MODEL, cache, NamespaceKey("1")) is one
+    three = namespaces.bind(MODEL, cache, NamespaceKey("3"))
+    assert namespaces.get(NamespaceKey("2")) is None
+    assert heard.namespaces == [one, three]
 
 
 @given(st.dictionaries(st.sampled_from(["ttl", "tenant", "max_load_tokens", "skip_load"]), st.floats() | st.integers()))

@@ -71,7 +71,7 @@ def test_an_indexer_is_loaded_with_its_keys(tmp_path: Path) -> None:
     before = held(1)
     assert load(linker, [transfer("kv", KEYS[:6], places(*range(20, 26), size=pools.page))])
     assert all(torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in zip(held(20), before, strict=True))
-    linker._bounds["indexer"].clear()
+    linker._handles["indexer"].clear()
     assert linker.lookup("r", [transfer("kv", KEYS)]) == [], "keys without their indexer are a wrong answer"
     linker.close()
 

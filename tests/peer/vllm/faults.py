@@ -43,9 +43,9 @@ class Random(FaultyCache):
         super().__init__()
 
     def namespace(self, *fields: Any, **named: Any) -> FaultyNamespace:
-        bound = super().namespace(*fields, **named)
-        bound.request = lambda name="", **_: Request(bound, name)  # type: ignore[method-assign]
-        return bound
+        handle = super().namespace(*fields, **named)
+        handle.request = lambda name="", **_: Request(handle, name)  # type: ignore[method-assign]
+        return handle
 
     @property
     def fault(self) -> Any:
