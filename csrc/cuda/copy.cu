@@ -1,5 +1,5 @@
-// Copies between pages and payloads, and within the pool (a payload may lie in another page: see kernels.py). One
-// kernel a direction and a width in bytes: the widest that every address and step allows is the one to call.
+// Copies between pages and payloads, and within the pool (a payload may be in another page: see kernels.py). One kernel
+// for each direction and width in bytes. The caller chooses the widest that every address and step allows.
 #include "copy.h"
 
 #define KV_COPY(NAME, DIRECTION, WIDTH)                                                                          \

@@ -1,12 +1,12 @@
-// The body of the copies of whole blocks between pages and payloads, for any layout. One thread's part; also compiled
+// One thread's part of a kernel that copies whole blocks between pages and payloads, for any layout. It also compiles
 // for the host, where the tests run it thread by thread.
 #pragma once
 
-#include "access.h"
+#include "vector_access.h"
 
 namespace kvcache {
 
-constexpr u32 UNROLL = 4;  // loads of one thread that are under way at a time
+constexpr u32 UNROLL = 4;  // loads in flight per thread
 
 enum class Direction { Gather, Scatter };  // pages to payloads, payloads to pages
 
@@ -21,10 +21,10 @@ struct Root {
     u64 payload;
 };
 
-// What one launch does: every block times every root is a piece of `vectors` accesses. A piece consists of fragments,
+// The job of one launch. Every pair of block and root is a piece of `vectors` accesses. A piece consists of fragments,
 // contiguous on both sides, numbered along `axes` in the payload's order (the Walk of layout.h).
 struct Job {
-    Step axes[MAX_AXES];  // from the outermost to the innermost; the last `count` ones are meant
+    Step axes[MAX_AXES];  // outermost to innermost; only the last `count` are used
     Division run;         // accesses in a fragment
     u32 count;
     u32 vectors;  // below 2^31
@@ -36,7 +36,7 @@ struct Job {
 
 static_assert(sizeof(Job) <= ARGUMENT_BYTES);
 
-// A thread's place along a piece and among the pieces, and the steps that take it to its next ones.
+// A thread's position in a piece and among the pieces, and the steps to its next positions.
 struct Thread {
     u32 vector, vector_step;
     u32 piece, piece_step;

@@ -1,5 +1,5 @@
-// Copies that quantise and restore: one kernel a format, a type of element, and how many elements at a time: `wide` is
-// 16 bytes of them, where they lie next to each other and are aligned, else `one`.
+// Copies that quantise and restore. One kernel for each format, element type and access: `wide` handles 16 bytes of
+// adjacent, aligned elements, `one` a single element.
 #include "quantise.h"
 
 #define KV_KERNEL(NAME, BODY, FORMAT, ELEMENT, COUNT)                                                          \

@@ -1,12 +1,12 @@
-// The bodies of the copies that make elements into eight bits on the way out and back on the way in. The bytes are
-// those of docs/spec/codec.md: the scales, by layer, K or V, head and run of 16 tokens, then a code an element in the
-// layout's order.
+// Kernels that quantise elements to eight bits when they gather pages, and restore them when they scatter payloads. The
+// format is that of docs/spec/codec.md: scales by layer, K or V, head and run of 16 tokens, then one code per element
+// in the layout's order.
 //
-// A warp takes a scale group: it reads the elements for the largest, then again, from the cache, for their codes.
+// A warp handles a scale group. It reads the elements once for the largest, and again, from the cache, for their codes.
 #pragma once
 
-#include "access.h"
-#include "number.h"
+#include "element_types.h"
+#include "vector_access.h"
 
 namespace kvcache {
 
@@ -23,11 +23,11 @@ __device__ inline u32 largest_of_lanes(u32 mine) {
     return mine;
 }
 #else
-constexpr u32 LANES = 1;  // on the host one thread does what a warp does
+constexpr u32 LANES = 1;  // on the host one thread does the work of a warp
 KV_HD inline u32 largest_of_lanes(u32 mine) { return mine; }
 #endif
 
-// What one launch does: a group for every block, root (a layer and K or V), head and run of tokens.
+// The job of one launch: a scale group for every block, root (a layer and K or V), head and run of tokens.
 struct QuantiseJob {
     Division heads;
     Division runs;  // of tokens
@@ -35,7 +35,7 @@ struct QuantiseJob {
     u32 dim;
     u32 blocks;
     u32 roots;
-    u32 first_root;  // counted in the shard, K and V of a layer next to each other
+    u32 first_root;  // number in the shard; K and V of a layer are adjacent
     u32 kv;          // 2, or 1
     i64 page_token;  // bytes from one index to the next in the page
     i64 page_head;
@@ -77,7 +77,7 @@ struct Few {
     Item item[Count];
 };
 
-// One access, as wide as the items are together.
+// One access of several items.
 template <class Items>
 union Whole {
     Vector<sizeof(Items)> all;
@@ -96,7 +96,7 @@ KV_HD inline void store(u64 address, const Items& items) {
     *pointer<Vector<sizeof(Items)>>(address) = whole.all;
 }
 
-// `visit(elements' address, codes' address)` for each `Count` neighbours of a group that are this lane's.
+// Calls visit(elements' address, codes' address) for each `Count` adjacent elements of this lane.
 template <class Word, int Count, class Visit>
 KV_HD inline void each(const QuantiseJob& job, const ScaleGroup& group, u32 lane, Visit visit) {
     const u32 row = job.dim / Count;

@@ -28,7 +28,7 @@ void AgeHistogram::tick(std::uint64_t now) {
 }
 
 void AgeHistogram::merge(std::uint64_t now) {
-    std::size_t last = 0;  // the span that others join
+    std::size_t last = 0;  // the span that later ones merge into
     for (std::size_t span = 1; span < starts_.size(); ++span) {
         const std::uint64_t end = span + 1 < starts_.size() ? starts_[span + 1] - 1 : now;
         if (bin(now - starts_[last]) == bin(now - end)) {

@@ -1,9 +1,8 @@
-// How many blocks wait, by class of use and by the time they were last used, at a cost that does not depend on how
-// many.
+// Counts of resident blocks by class of use and age of the last use. The cost does not depend on the number of blocks.
 //
-// Times are kept in spans. Every tick begins one; as they age, neighbours become one where both lie within one bin of
-// age, so that there are about as many spans as bins. A span is never cut, so each counts wholly in the bin of its
-// first time. Plain twin: kvcache/index/reference/eviction_order.py, which must do the same to the letter.
+// Last uses are counted in spans of time. Each tick begins a span. Adjacent spans merge once both are in one age bin,
+// so that there are about as many spans as bins. A span is never split: it counts in the bin of its first time. The
+// reference twin kvcache/index/reference/eviction_order.py must give exactly the same counts.
 #pragma once
 
 #include <cstddef>
@@ -22,7 +21,7 @@ class AgeHistogram {
     std::uint64_t edge(std::size_t bin) const { return edges_[bin]; }
     std::size_t bin(std::uint64_t age) const;
 
-    void begin(std::uint64_t now);  // nothing is counted yet; what comes first may be of any age, in exact bins
+    void begin(std::uint64_t now);  // before any count; the first stamps may have any age and keep exact bins
     void tick(std::uint64_t now);
     void add(std::size_t use_class, std::uint64_t stamp, std::int64_t blocks);
     void count(std::uint64_t now, std::int64_t* out) const;  // (classes, bins)
@@ -32,9 +31,9 @@ class AgeHistogram {
 
     std::size_t classes_;
     std::vector<std::uint64_t> edges_;
-    std::vector<std::uint64_t> starts_{0};  // of the spans, ascending
+    std::vector<std::uint64_t> starts_{0};  // first time of each span, ascending
     std::vector<std::int64_t> counts_;      // (spans, classes)
-    std::size_t merged_ = 1;                // spans that the last merge left
+    std::size_t merged_ = 1;                // spans after the last merge
 };
 
 }  // namespace kvcache

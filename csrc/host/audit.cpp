@@ -1,4 +1,4 @@
-// The index against what a walk over all of its nodes finds: over a copy of them, since it takes long.
+// The audit: compares the index's counts, orders and tables with a walk over a copy of all nodes.
 #include <algorithm>
 #include <cstring>
 #include <utility>
@@ -134,7 +134,7 @@ std::vector<std::string> Index::audit() const {
                                      within == stored_below(node, t) * classes() + use_class(node.uses);
                 if (!at_home) faults.push_back(label(node) + " stands in the wrong order");
                 if (i > 0 && !order(t).earlier(in_order[i - 1], in_order[i])) {
-                    faults.push_back(label(node) + " stands in the wrong place of its order");
+                    faults.push_back(label(node) + " is at a wrong position in its order");
                 }
             }
         }

@@ -13,13 +13,13 @@
 namespace kvcache {
 namespace {
 
-constexpr u64 BYTES_PER_THREAD = 1 << 20;  // less is copied before a second thread has started
-constexpr u64 STREAM_BYTES = 1 << 20;      // smaller copies may well be read again from the cache
-constexpr u64 STREAM_RUN = 512;            // shorter fragments leave too many lines half written
-constexpr u64 AHEAD = 4096;                // bytes: the processor's own prefetching begins anew with every fragment
+constexpr u64 BYTES_PER_THREAD = 1 << 20;  // smaller parts end before a second thread has started
+constexpr u64 STREAM_BYTES = 1 << 20;      // smaller copies are probably still cached when they are read
+constexpr u64 STREAM_RUN = 512;            // shorter fragments write too many partial cache lines
+constexpr u64 AHEAD = 4096;                // bytes to prefetch: the hardware prefetcher restarts with every fragment
 
-// Where pages are equal distances apart, layers (and K and V) are axes like others and may become part of a fragment;
-// where they are not, each is a root of its own.
+// If layers (and K and V) are equal distances apart, they are axes and may become part of a fragment. Otherwise each is
+// a separate root.
 struct Root {
     u64 address;  // in page 0
     i64 payload;
@@ -69,8 +69,8 @@ struct Plain {
 
 #if defined(__x86_64__)
 
-// Stores that go around the cache: they need not fetch the lines that they overwrite. What will be read is asked for
-// ahead, at the end of a fragment that of the `next` one.
+// Non-temporal stores: they do not fetch the cache lines that they overwrite. Sources are prefetched, at the end of a
+// fragment those of the `next` one.
 struct Stream {
     __attribute__((target("avx2"))) void operator()(u64 to, u64 from, u64 bytes, u64 next) const {
         const u64 head = std::min(bytes, (64 - to % 64) % 64);
@@ -108,12 +108,12 @@ struct Job {
     const std::int64_t* ids;
     std::uint8_t* const* payloads;
 
-    // Fragments that lie equally far apart on either side.
+    // Fragments at equal distances on both sides.
     struct Row {
         u64 to, from, count;
     };
 
-    // From the `first` fragment on, counted over all blocks and roots, but none from `end` on.
+    // Copies fragments `first` to `end` (excluded), counted over all blocks and roots.
     Row row(u64 first, u64 end) const {
         const u64 fragments = plan.walk.fragments, roots = plan.roots.size();
         const u64 piece = first / fragments, block = piece / roots, inside = first % fragments;
@@ -182,7 +182,7 @@ void copy_blocks(Direction direction, const Geometry& geometry, const std::int64
     u64 started = 1;  // this thread has part 0
     try {
         for (; started < workers; ++started) others.emplace_back(part, started);
-    } catch (const std::system_error&) {  // no more threads to be had: the rest is done here
+    } catch (const std::system_error&) {  // no thread available: this one copies the rest
     }
     part(0);
     for (u64 i = started; i < workers; ++i) part(i);

@@ -8,7 +8,8 @@
 
 namespace kvcache {
 
-// How a block lies in a page and in its payload; steps in bytes. The five axes: layer, K or V, token, head, element.
+// The layout of a block in a page and in its payload. Steps are in bytes; the axes are layer, K or V, token, head and
+// element.
 struct Geometry {
     const std::uint64_t* bases;  // (layers, kv): address of page 0
     u64 extents[MAX_AXES];
@@ -22,9 +23,8 @@ struct Geometry {
 
 enum class Direction { Gather, Scatter };  // pages to payloads, payloads to pages
 
-// Copies `blocks` blocks: block i between page `ids[i]` and the `block_bytes()` bytes at `payloads[i]`. On as many as
-// `threads` threads, the caller's among them, where there is enough to copy. `plain` keeps to memcpy. No two
-// destinations may overlap, nor a destination and a source.
+// Copies `blocks` blocks: block i between page `ids[i]` and the `block_bytes()` bytes at `payloads[i]`. Uses at most
+// `threads` threads, the caller's included. `plain` uses memcpy only. No destination may overlap another or a source.
 void copy_blocks(Direction direction, const Geometry& geometry, const std::int64_t* ids, std::uint8_t* const* payloads,
                  std::size_t blocks, unsigned threads, bool plain);
 

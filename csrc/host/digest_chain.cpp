@@ -11,7 +11,7 @@
 namespace kvcache {
 namespace {
 
-// Writes `count` ids from the `first` on as uint32; false where one does not fit.
+// Writes `count` ids from `first` on as uint32; false if one does not fit.
 bool write_ids(TokenIds tokens, std::size_t first, std::size_t count, std::uint8_t* out) {
     if (!tokens.wide) {
         std::memcpy(out, tokens.data + 4 * first, 4 * count);
@@ -35,7 +35,7 @@ std::size_t digest_chain(Sha256 sha256, const std::uint8_t* parent, TokenIds tok
     const std::size_t token_bytes = 4 * block_tokens;
     std::size_t longest = 0;
     for (std::size_t i = 0; extras && i < blocks; ++i) longest = std::max(longest, extras[i].length);
-    // One message for all blocks: where the length stays the same, so does the padding.
+    // One message buffer for all blocks: equal lengths have equal padding.
     std::vector<std::uint8_t> message(sha256_blocks(SHA_DIGEST + token_bytes + longest) * SHA_BLOCK);
     std::uint8_t* at = message.data();
     std::memcpy(at, parent, SHA_DIGEST);

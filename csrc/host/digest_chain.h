@@ -13,15 +13,15 @@ struct Bytes {
     std::size_t length;
 };
 
-// Token ids as they lie in a caller's buffer: little-endian uint32, or int64 where `wide`.
+// Token ids in a caller's buffer: little-endian uint32, or int64 if `wide`.
 struct TokenIds {
     const std::uint8_t* data;
     bool wide;
 };
 
 // Writes `blocks` signatures of 32 bytes to `out`, which must not overlap the inputs. `parent` is the signature before
-// the first block; `block_tokens` token ids make a block; `extras` is one a block, or null for none. The number of
-// blocks done: fewer where the next one has an id that is not of 32 bits.
+// the first block; `block_tokens` token ids make a block; `extras` has one entry a block, or is null. Returns the
+// number of blocks done, fewer if the next one has an id of more than 32 bits.
 std::size_t digest_chain(Sha256 sha256, const std::uint8_t* parent, TokenIds tokens, std::size_t block_tokens,
                          const Bytes* extras, std::size_t blocks, std::uint8_t* out);
 

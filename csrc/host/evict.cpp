@@ -1,7 +1,7 @@
-// Victims by a policy's table. Of each order no more is known at first than how old its oldest can be, which is kept
-// beside its root, and so the least value that anything in it can have: a promise. Only when that is the least of all
-// is the order looked into, its oldest bin first, with a promise for all younger ones. So `lru` looks at one node a
-// victim, any table at no more than one a bin and class, and a single victim costs little more than one of many.
+// Chooses victims by a policy's table of values. Beside its root, each eviction order has a bound on the age of its
+// oldest node, which gives a lower bound on the value of its nodes. The search reads an order only when its lower bound
+// is the least of all. It reads the oldest bin first and keeps a lower bound for the younger ones. `lru` thus reads one
+// node for each victim, and any table at most one for each bin and class of use.
 #include <algorithm>
 #include <cstring>
 #include <queue>
@@ -12,14 +12,14 @@
 
 namespace kvcache {
 
-// What could leave next: a node, or (NIL) the best of what an order has from a time on, as good as it may be.
+// A candidate: a node, or (NIL) a lower bound for the nodes of an order from a time on.
 struct Index::Candidate {
     double value;
     unsigned cost_class;
     bool below;
     unsigned use_class;
     std::uint32_t node;
-    std::uint64_t stamp;  // the node's, or that time
+    std::uint64_t stamp;  // of the node, or that time
 };
 
 class Index::VictimQueue {
@@ -52,21 +52,21 @@ class Index::VictimQueue {
         candidates_ = Candidates(Later{&order_}, std::move(cells));
     }
 
-    // The least valuable, which stays where it is; NIL where there is none.
+    // The least valuable node, not yet removed, or NIL.
     std::uint32_t next() {
         while (!candidates_.empty()) {
             const Candidate cell = candidates_.top();
             candidates_.pop();
             if (cell.node == NIL) {
                 explore(cell.cost_class, cell.below, cell.use_class, cell.stamp);
-            } else if (index_.nodes_[cell.node].is_listed(tier_)) {  // else it left since
+            } else if (index_.nodes_[cell.node].is_listed(tier_)) {  // otherwise it was removed since
                 return cell.node;
             }
         }
         return NIL;
     }
 
-    // A node of this kind left, and its parent (or NIL) may have come to the front.
+    // Call after the removal of a node of this cost class; its parent (or NIL) may be the new first.
     void evicted(unsigned cost_class, bool below, unsigned use_class, std::uint64_t stamp, std::uint32_t parent) {
         const std::size_t bin = index_.ages_.bin(index_.age(stamp));
         const std::uint64_t oldest = bin + 1 < index_.bins() ? index_.ages_.edge(bin + 1) : NEVER;
@@ -100,7 +100,7 @@ class Index::VictimQueue {
             candidates_.push({lower_bound_value, cost_class, below, use_class, NIL, younger});
     }
 
-    // False where neither this one nor a younger one of its order can leave.
+    // False if neither this candidate nor a younger one of its order can be evicted.
     bool offer(std::uint32_t i) {
         const Node& node = index_.nodes_[i];
         const bool below = index_.stored_below(node, tier_);
@@ -112,7 +112,7 @@ class Index::VictimQueue {
         return true;
     }
 
-    // Among equals those stored below first, then in order; what is not known yet before what is.
+    // Equal values: records stored below first, then in eviction order; bounds before nodes.
     struct Later {
         const TierOrder* order;
         bool operator()(const Candidate& a, const Candidate& b) const {
@@ -157,7 +157,7 @@ std::vector<Index::Victim> Index::evict(unsigned tier, const double* values, con
         if (i == NIL) break;
         const Node node = nodes_[i];
         const bool was_below = this->stored_below(node, tier);
-        const unsigned its_cost_class = cost_class(node);  // its shard may go with it
+        const unsigned its_cost_class = cost_class(node);  // read before its shard may be freed
         Victim victim{};
         std::memcpy(victim.signature, node.signature, SIGNATURE);
         std::memcpy(victim.shard_key, shards_[node.shard].name.data(), SHARD_KEY);

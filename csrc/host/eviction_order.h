@@ -1,6 +1,6 @@
-// Those of a tier that may leave, in the order in which they would: the least recently used first, among equals the
-// deeper. A treap over the nodes' own links: finding, entering and leaving anywhere takes a logarithmic number of
-// steps, most of them within the processor's caches as they are those of the victim before.
+// One eviction order of a tier: least recently used first, then deeper first, then by signature and shard key. A treap
+// over links within the nodes. Insertion, removal and search take a logarithmic number of steps. Most of these steps
+// hit the processor's caches, because consecutive victims share them.
 #pragma once
 
 #include <cstdint>
@@ -10,7 +10,7 @@
 
 namespace kvcache {
 
-// `shard_order(a, b)` compares the names of two shards: negative where a comes first.
+// `shard_order(a, b)` compares two shard keys: negative if a is first.
 template <class ShardOrder>
 class EvictionOrder {
   public:
@@ -53,7 +53,7 @@ class EvictionOrder {
         *root = before != NIL ? before : after;
     }
 
-    // The first that was last used at `stamp` or later; NIL where there is none.
+    // The first node last used at `stamp` or later, or NIL.
     std::uint32_t first(std::uint32_t root, std::uint64_t stamp) const {
         std::uint32_t found = NIL;
         while (root != NIL) {
@@ -64,7 +64,8 @@ class EvictionOrder {
         return found;
     }
 
-    // Who has more stands nearer to the root; as good as random, so that no order of coming makes a deep tree.
+    // Heap priority: a larger weight is nearer to the root. Keyed by a secret, so that no insertion order makes the
+    // tree deep.
     std::uint32_t weight(std::uint32_t node) const {
         std::uint32_t mixed = node ^ secret_;
         mixed = (mixed ^ mixed >> 16) * 0x85ebca6b;

@@ -1,5 +1,5 @@
-// What is remembered of the blocks that left last: when they were last used, and how often. 12 bytes each and a table
-// slot; the name is not kept, only 48 bits of its keyed hash, which is enough for counting.
+// Ghosts: last use and use count of recently evicted blocks. 12 bytes each and a slot of a hash table. A ghost keeps 48
+// bits of its block's keyed hash instead of the name, which is enough to count reuses.
 #pragma once
 
 #include <algorithm>
@@ -18,14 +18,14 @@ class GhostHistory {
         std::uint64_t uses;
     };
 
-    // The block with this hash left; it is not here.
+    // Adds an evicted block that is not in the history.
     void add(std::uint64_t hash, Use use);
 
     bool find(std::uint64_t hash, Use* use) const;
-    bool remove(std::uint64_t hash, Use* use);  // then it is here no longer
+    bool remove(std::uint64_t hash, Use* use);  // find, and remove it
 
-    // Forgets the first to leave until at most `departures` and the spared are remembered, those that came back among
-    // them; calls `gone(use)` for each that did not.
+    // Removes the oldest entries until at most `departures` and the spared ones remain, entries of returned blocks
+    // included. Calls `gone(use)` for each removed block that did not return.
     template <class Gone>
     void trim(std::size_t departures, Gone gone) {
         const std::size_t most = departures + spared_;
@@ -40,15 +40,15 @@ class GhostHistory {
         }
     }
 
-    // What is here may stay, however few departures `trim` is to leave, until `press` says otherwise: then so many of
-    // those beyond `departures` no longer.
+    // `spare` exempts the current entries from `trim`. `shrink` ends the exemption for `count` of the entries beyond
+    // `departures`.
     void spare() { spared_ = left_.size(); }
     void shrink(std::size_t departures, std::size_t count) {
         spared_ = std::min(spared_, left_.size() - std::min(departures, left_.size()));
         spared_ -= std::min(count, spared_);
     }
 
-    // Departures that follow on one another; more may leave and some be forgotten while somebody goes through them.
+    // A range of consecutive entries. Entries may be added and removed while a caller iterates over it.
     struct Span {
         std::uint32_t first, end;
     };
@@ -58,8 +58,8 @@ class GhostHistory {
         return {end - static_cast<std::uint32_t>(std::min(most, left_.size())), end};
     }
 
-    // call(hash, use) for those among the next `count` of the span that are here, the first to leave first; of a hash
-    // the upper 16 and lower 32 bits are known. False behind the last.
+    // Calls call(hash, use) for those of the next `count` entries that did not return, oldest first. A hash has its
+    // upper 16 and lower 32 bits. Returns false after the last entry.
     template <class Call>
     bool next(Span* span, std::uint32_t count, Call call) const {
         const auto ahead = [](std::uint32_t a, std::uint32_t b) { return static_cast<std::int32_t>(a - b) > 0; };
@@ -76,19 +76,19 @@ class GhostHistory {
     std::size_t bytes() const { return table_.bytes() + left_.size() * sizeof(Departure); }
 
   private:
-    static constexpr std::uint64_t BACK = (std::uint64_t{1} << 40) - 1;  // as a stamp: the block came back
-    static constexpr std::uint32_t POSITIONS = 0x7fffffff;               // more are never remembered at a time
+    static constexpr std::uint64_t BACK = (std::uint64_t{1} << 40) - 1;  // as a stamp: the block returned
+    static constexpr std::uint32_t POSITIONS = 0x7fffffff;               // most entries at a time
 
     struct __attribute__((packed, aligned(4))) Departure {
         std::uint32_t tag;  // the hash's lower half, as in the table
         std::uint64_t stamp : 40, uses : 8, print : 16;
     };
 
-    std::uint32_t position(std::uint64_t hash) const;  // Table::NONE where it is not here
+    std::uint32_t position(std::uint64_t hash) const;  // HashTable::NONE if absent
     const Departure& at(std::uint32_t position) const { return left_[(position - first_) & POSITIONS]; }
 
     HashTable table_;             // positions by tag
-    std::deque<Departure> left_;  // the first of them at position `first_`
+    std::deque<Departure> left_;  // entries, oldest first, the first at position `first_`
     std::uint32_t first_ = 0;
     std::size_t spared_ = 0;
 };

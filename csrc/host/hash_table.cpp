@@ -11,9 +11,9 @@ namespace kvcache {
 namespace {
 
 constexpr std::size_t PAGE = 4096;
-constexpr std::size_t PIECE = 1 << 16;  // unmapping takes time by the page
-constexpr std::size_t MOVES = 12;       // places an insertion: ten would do to be done before the successor is full
-constexpr std::size_t SMALL = 1 << 13;  // slots that are moved in no time
+constexpr std::size_t PIECE = 1 << 16;  // bytes per unmapping, whose cost is by page
+constexpr std::size_t MOVES = 12;  // homes moved per insertion; ten suffice to finish before the new slots are full
+constexpr std::size_t SMALL = 1 << 13;  // slots that are moved at once
 
 std::size_t whole_pages(std::size_t bytes) { return (bytes + PAGE - 1) / PAGE * PAGE; }
 
@@ -67,7 +67,7 @@ void HashTable::put(const Slots& slots, Slot slot) {
     slots[at] = slot;
 }
 
-// Moves up what follows a gap, each as far as its own place lets it: what comes behind the first that stays is right.
+// Closes a gap: moves the entries after it down, each at most to its home, until one stays.
 void HashTable::close(const Slots& slots, std::size_t gap, std::size_t next) {
     for (; slots[next].mark != 0; ++next) {
         gap = std::max(gap, slots.home(slots[next].hash));
@@ -76,7 +76,7 @@ void HashTable::close(const Slots& slots, std::size_t gap, std::size_t next) {
     }
 }
 
-// What moves comes behind all that has: to its own place, or to the first that is free.
+// Appends a moved entry after all earlier ones: at its home, or at the first free slot after it.
 void HashTable::move() {
     const std::size_t end = old_.size > SMALL ? std::min(old_.size, moved_ + MOVES) : old_.size;
     std::size_t from = moved_, to = 0;

@@ -1,13 +1,13 @@
-// A hash table of 32-bit values under 32-bit hashes: open addressing, linear probing, in the order of the hashes. What
-// a value stands for is the caller's: the caller compares. Hashes must be keyed by a secret where an adversary could
-// choose them.
+// A hash table from 32-bit hashes to 32-bit values: open addressing, linear probing, sorted by hash. The caller
+// compares the objects that values stand for. It must key its hashes by a secret if an adversary could choose them.
 //
-// A hash's place is the same part of the table as it is of all hashes, so the table is sorted, whatever its size. That
-// is what lets it be three quarters to seven eighths full: a look-up ends at the first larger hash, and a successor is
-// only an eighth larger. It is also why growing neither stalls a call nor takes memory twice. Every insertion moves a
-// few slots over, from the smallest hash on: below the one that was reached all is in the successor, above it in what
-// is being left, each is looked into alone, and what was left behind is unmapped as the successor fills. Hashes stand
-// beside the values, so moving touches nothing else. Erasing closes the gap, so no tombstones gather.
+// The home slot of a hash is its fraction of the hash range times the size, so slots of any size are sorted. A lookup
+// therefore ends at the first larger hash, and the table can be three quarters to seven eighths full.
+//
+// Growth neither stalls a call nor doubles the memory. New slots are only an eighth more. Each insertion moves a few
+// entries over, from the smallest hash on. Hashes below `reached_` are in the new slots and all others in the old ones,
+// so a lookup reads one of the two. Old slots are unmapped as they empty. Hashes are stored beside the values, so a
+// move reads nothing else. An erase closes the gap, so there are no tombstones.
 #pragma once
 
 #include <cstddef>
@@ -15,7 +15,7 @@
 
 namespace kvcache {
 
-// Memory of the system, zero until it is written.
+// Anonymous mapped memory, initially zero.
 class MappedMemory {
   public:
     MappedMemory() = default;
@@ -26,7 +26,7 @@ class MappedMemory {
 
     std::uint8_t* data() const { return data_; }
     std::size_t bytes() const { return bytes_ - unmapped_; }
-    void unmap_before(std::size_t end);  // what lies before `end`, in whole pieces; it reads as nothing any more
+    void unmap_before(std::size_t end);  // in whole pieces; they must not be read any more
 
   private:
     std::uint8_t* data_ = nullptr;
@@ -37,7 +37,7 @@ class HashTable {
   public:
     static constexpr std::uint32_t NONE = ~std::uint32_t{0};  // no value is as large as NONE - 1
 
-    // The first value under this hash of which `same(value)` holds; NONE where there is none.
+    // The first value with this hash for which `same(value)` is true, or NONE.
     template <class Same>
     std::uint32_t find(std::uint32_t hash, Same same) const {
         const Slots& slots = of(hash);
@@ -52,21 +52,21 @@ class HashTable {
         __builtin_prefetch(&slots[slots.home(hash)]);
     }
 
-    // std::bad_alloc, with nothing changed: where there is no memory, or where hundreds have about the same hash.
+    // Throws std::bad_alloc, with nothing changed, without memory or if hundreds of hashes are nearly equal.
     void insert(std::uint32_t hash, std::uint32_t value);
-    void erase(std::uint32_t hash, std::uint32_t value);  // it is there
+    void erase(std::uint32_t hash, std::uint32_t value);  // must be present
 
     std::size_t size() const { return used_; }
-    std::size_t bytes() const;  // that were written to: of a table that is filling up only the part that is filled
+    std::size_t bytes() const;  // written memory only: of new slots the part that is filled
 
   private:
     struct Slot {
         std::uint32_t hash;
-        std::uint32_t mark;  // 0: empty; else the value + 1
+        std::uint32_t mark;  // 0: empty, otherwise the value + 1
     };
 
-    // Behind the last place is a tail for those whose places are taken, so that nothing wraps around. Insertions go a
-    // third of it far; what is moved then has room in the second, as it had before; the last slot stays empty.
+    // Slots after the last home, so that probing never wraps around. An insertion uses the first third of the tail,
+    // moved entries also the second. The last slot stays empty.
     static constexpr std::size_t TAIL = 256;
 
     struct Slots {
@@ -90,8 +90,8 @@ class HashTable {
     static constexpr std::uint64_t ALL = std::uint64_t{1} << 32;
 
     Slots now_{LEAST}, old_;
-    std::size_t used_ = 0, moved_ = 0;  // values; places of old_ whose values are in now_
-    std::uint64_t reached_ = ALL;       // the first hash that is not
+    std::size_t used_ = 0, moved_ = 0;  // values; homes of old_ whose values are in now_
+    std::uint64_t reached_ = ALL;       // the first hash that is still in old_
 };
 
 }  // namespace kvcache

@@ -1,6 +1,6 @@
-// What outlives a process: of each block that some tier has and of each ghost, by 48 bits of its keyed hash, how often
-// it was used and how long ago. Read again before the first block is told, all of it is ghosts; a block that a tier
-// then turns out to have is itself again, and was not used by that.
+// State for the next process: use count and age of each resident block and each ghost, under 48 bits of its keyed hash.
+// All rows are imported as ghosts, before the first block is inserted. The insertion of a block that a tier still has
+// turns its ghost back into a node, and counts as no use.
 #include <algorithm>
 
 #include "index.h"
@@ -47,7 +47,7 @@ bool Index::import_rows(const Secret& secret, std::uint64_t clock, const std::ui
         ghosts_.add(hash, use);
         ages_.add(use_class(use.uses), use.stamp, 1);
     }
-    ghosts_.spare();  // till it is known what is here
+    ghosts_.spare();  // until the tiers' blocks are inserted
     return true;
 }
 

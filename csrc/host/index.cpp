@@ -66,7 +66,7 @@ void Index::assign(const std::vector<std::string>& shards, unsigned cost_class) 
     each([&](std::uint32_t i) { add_to_orders(i); });
 }
 
-// changing
+// changes
 
 std::uint32_t Index::create(std::uint32_t shard, const std::uint8_t* signature) {
     const std::uint32_t i = nodes_.allocate();
@@ -120,7 +120,7 @@ void Index::insert(const BlockRun& run, const std::uint8_t* parent, unsigned tie
     }
 }
 
-// Some tier will have the node now.
+// Called before the first tier gets the node.
 void Index::attach(std::uint32_t i, std::uint32_t parent) {
     Node& node = nodes_[i];
     GhostHistory::Use use;
@@ -139,7 +139,7 @@ void Index::attach(std::uint32_t i, std::uint32_t parent) {
     count_waiting(node, 1);
 }
 
-// A chain that bites its own tail could never leave. Only a node that has children already can be an ancestor.
+// A cycle of parents could never be evicted. Only a node that already has children can be an ancestor.
 bool Index::descends(std::uint32_t i, std::uint32_t ancestor) const {
     const Node& node = nodes_[ancestor];
     bool may = i == ancestor;
@@ -207,14 +207,14 @@ void Index::refuse(const BlockRun& run) {
         try {
             ghosts_.add(name, {clock_, uses});
             ages_.add(use_class(uses), clock_, 1);
-        } catch (const std::bad_alloc&) {  // then it is not remembered
+        } catch (const std::bad_alloc&) {  // without memory, no ghost is kept
         }
         return true;
     });
     trim_ghosts();
 }
 
-// Unless somebody still has, holds or hangs on it.
+// Unless a tier has it, a request holds it or a child refers to it.
 void Index::free_if_unused(std::uint32_t i) {
     const Node& node = nodes_[i];
     if (node.tiers || node.holds) return;
@@ -226,7 +226,7 @@ void Index::free_if_unused(std::uint32_t i) {
         try {
             ghosts_.add(name, {node.stamp, node.uses});
             count_waiting(node, 1);
-        } catch (const std::bad_alloc&) {  // then it is not remembered
+        } catch (const std::bad_alloc&) {  // without memory, no ghost is kept
         }
     }
     table_.erase(static_cast<std::uint32_t>(name), i);

@@ -1,4 +1,4 @@
-// Finding: shards by name, nodes by shard and signature, and what follows from it for a request.
+// Lookups: shards by key, nodes by shard and signature, and the longest usable prefix.
 #include <algorithm>
 #include <cstring>
 
@@ -41,7 +41,7 @@ std::uint32_t Index::acquire_shard(const std::uint8_t* name) {
     std::uint32_t shard = find_shard(name);
     if (shard != NIL) return shard;
     if (free_shards_.empty()) {
-        free_shards_.reserve(shards_.size() + 1);  // so that giving one back needs no memory
+        free_shards_.reserve(shards_.size() + 1);  // so that `release_shard` never allocates
         free_shards_.push_back(static_cast<std::uint32_t>(shards_.size()));
         shards_.emplace_back();
     }
@@ -62,7 +62,7 @@ void Index::release_shard(std::uint32_t shard) {
     free_shards_.push_back(shard);
 }
 
-// looking
+// lookups
 
 std::uint64_t Index::hash_at(std::uint64_t shard_hash, const std::uint8_t* signature) const {
     return fold(load(signature) ^ secret_[0], load(signature + 8) ^ shard_hash);
@@ -78,7 +78,7 @@ std::uint32_t Index::find(std::uint32_t shard, const std::uint8_t* signature) co
     });
 }
 
-// All slots are asked for, then all nodes, then they are compared: the waits for memory overlap.
+// Prefetches all slots, then all nodes, then compares, so that the cache misses overlap.
 void Index::find(std::uint32_t shard, const std::uint8_t* signatures, std::size_t blocks, std::uint32_t* found) const {
     std::uint32_t hashes[BATCH];
     for (std::size_t i = 0; i < blocks; ++i) {
@@ -89,7 +89,7 @@ void Index::find(std::uint32_t shard, const std::uint8_t* signatures, std::size_
         found[i] = table_.find(hashes[i], [](std::uint32_t) { return true; });
         if (found[i] == NIL) continue;
         const std::uint8_t* node = nodes_[found[i]].signature;
-        __builtin_prefetch(node), __builtin_prefetch(node + sizeof(Node));  // two lines where it lies across
+        __builtin_prefetch(node), __builtin_prefetch(node + sizeof(Node));  // a node can span two cache lines
     }
     for (std::size_t i = 0; i < blocks; ++i) {
         if (found[i] == NIL) continue;
@@ -105,7 +105,7 @@ std::size_t Index::match(const BlockRun* runs, const std::uint64_t* needs, std::
     for (std::size_t g = 0; g < count; ++g) limit = std::min(limit, runs[g].blocks);
     const std::size_t asked = limit;
     std::vector<std::vector<std::uint8_t>> masks(count);
-    for (const bool all : {true, false}) {  // what needs every block goes first: it bounds the others
+    for (const bool all : {true, false}) {  // runs that need every block first: they bound the others
         for (std::size_t g = 0; g < count; ++g) {
             if ((needs[g] >= asked) != all) continue;
             masks[g].resize(limit);
@@ -116,7 +116,7 @@ std::size_t Index::match(const BlockRun* runs, const std::uint64_t* needs, std::
             });
         }
     }
-    std::vector<std::size_t> unbroken(count);  // by run, the blocks up to here
+    std::vector<std::size_t> unbroken(count);  // by run, the contiguous blocks up to here
     std::size_t usable = 0;
     for (std::size_t end = 1; end <= limit; ++end) {
         bool fits = true;

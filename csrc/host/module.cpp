@@ -1,5 +1,5 @@
-// The module kvcache._native: checks what Python hands over, releases the interpreter lock, calls the core.
-// Knows no Python objects of ours; its plain twins live beside its callers.
+// The module kvcache._native: checks arguments, releases the interpreter lock and calls the core. It uses no class of
+// the Python package. Reference implementations in Python are under kvcache/index/reference and beside the callers.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 #include <sys/mman.h>
@@ -38,7 +38,7 @@ void py_copy(const py::object& bases, const std::array<u64, MAX_AXES>& extents, 
     for (int i = 0; i < MAX_AXES; ++i) {
         geometry.extents[i] = extents[i], geometry.page[i] = page[i], geometry.payload[i] = payload[i];
     }
-    std::deque<Buffer> views;  // holds them until the copy is done
+    std::deque<Buffer> views;  // keeps the objects until the copy is done
     std::vector<std::uint8_t*> starts;
     for (std::size_t i = 0; i < blocks; ++i) {
         const Buffer& view =
@@ -54,7 +54,7 @@ void py_copy(const py::object& bases, const std::array<u64, MAX_AXES>& extents, 
 }
 
 void py_populate(const py::object& memory) {
-    constexpr std::size_t PAGE = 4096, STEP = 2 << 20;  // between two steps other threads may map memory: a stack
+    constexpr std::size_t PAGE = 4096, STEP = 2 << 20;  // smaller steps let other threads map memory, such as a stack
     constexpr int POPULATE_WRITE = 23;                  // Linux 5.14, newer than some headers
     const Buffer view(memory, PyBUF_WRITABLE);
     py::gil_scoped_release unlocked;

@@ -1,4 +1,4 @@
-// Token ids and their digest chain, for Python.
+// Python binding of the digest chain.
 #include "py_buffers.h"
 
 #if PY_VERSION_HEX < 0x030B0000
@@ -70,7 +70,7 @@ py::bytes py_bind_signatures(const py::object& namespace_id, const py::object& s
     return out;
 }
 
-// The value of an exact int of Python, more than 32 bits for any that is not a token id.
+// The value of an exact Python int; more than 32 bits for anything that is no token id.
 std::uint64_t token_id(PyObject* id) {
     constexpr std::uint64_t NONE = ~std::uint64_t{0};
     if (!PyLong_CheckExact(id)) return NONE;

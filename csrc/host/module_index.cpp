@@ -1,4 +1,4 @@
-// The block index, for Python.
+// Python binding of the block index.
 #include <pybind11/stl.h>
 
 #include <limits>
@@ -16,10 +16,10 @@ namespace kvcache {
 namespace {
 
 constexpr std::size_t BRIEF_BLOCKS = 32;       // blocks
-constexpr std::uint32_t PART_NODES = 1 << 12;  // nodes that are looked at under the lock at a time, by who looks at all
+constexpr std::uint32_t PART_NODES = 1 << 12;  // nodes read under one lock by calls that read all
 
-// A brief call keeps the interpreter lock, since having it back may take a turn of every other thread; but no thread
-// that has it waits for the index.
+// A brief call keeps the interpreter lock, because getting it back can take a turn of every other thread. A thread with
+// the interpreter lock never waits for the index.
 template <class Call>
 auto locked(const Index& index, std::size_t blocks, Call call) {
     if (blocks <= BRIEF_BLOCKS) {
@@ -31,7 +31,7 @@ auto locked(const Index& index, std::size_t blocks, Call call) {
     return call();
 }
 
-// The module's class: an index that knows how many tiers it has, and checks what it is given.
+// The class kvcache._native.Index: an index that checks its arguments.
 class PyIndex {
   public:
     PyIndex(unsigned tiers, std::vector<unsigned> bounds, std::vector<std::uint64_t> edges, double ghosts,
@@ -241,7 +241,7 @@ class PyIndex {
         });
     }
 
-    // Secret, clock, then rows: ghosts, the first to leave first, then blocks that some tier has.
+    // Header (secret, clock), then rows: ghosts, the oldest first, then resident blocks.
     py::bytes export_state(std::size_t most) {
         auto here = gathered<std::uint64_t>([&](std::uint32_t first, std::uint32_t end, auto* part) {
             const bool more = index_.export_rows(first, end, most, part);
@@ -282,7 +282,7 @@ class PyIndex {
         return number([&](const Index& index) { return index.resident(tier); });
     }
 
-    // The lock is held for a copy of the nodes, and then for a few thousand of them at a time.
+    // Locks once for a copy of the nodes, then for a few thousand nodes at a time.
     std::vector<std::string> check() {
         std::vector<std::string> faults;
         {
@@ -313,7 +313,7 @@ class PyIndex {
         return bytes(copy.data(), copy.size() * sizeof copy[0]);
     }
 
-    // What call(first, end, part) puts into one part after the other: nothing that is large grows under the lock.
+    // Collects the parts that call(first, end, part) fills, so that no large buffer grows under the lock.
     template <class Item, class Call>
     std::vector<std::vector<Item>> gathered(Call call) {
         std::vector<std::vector<Item>> parts;
@@ -321,7 +321,7 @@ class PyIndex {
         return parts;
     }
 
-    // call(first, end) over the nodes' numbers, each time under the lock, until it says false.
+    // Calls call(first, end) over the node numbers, each time under the lock, until it returns false.
     template <class Call>
     void by_parts(Call call) {
         py::gil_scoped_release unlocked;

@@ -1,4 +1,4 @@
-// Replays of traces, for Python.
+// Python binding of the trace replays.
 #include "optimal.h"
 #include "py_buffers.h"
 

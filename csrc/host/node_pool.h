@@ -1,5 +1,5 @@
-// The nodes of the index in one row of chunks: 52 bytes a node and 8 a tier. Numbers of freed nodes are given out
-// again, the last freed first.
+// Memory of the index's nodes, in chunks: 52 bytes a node and 8 for each tier. Numbers of freed nodes are reused, the
+// last freed first.
 #pragma once
 
 #include <cstddef>
@@ -13,11 +13,11 @@ namespace kvcache {
 constexpr std::size_t SIGNATURE = 32;
 constexpr std::uint32_t NIL = ~std::uint32_t{0};
 
-// What a node is to one tier: where it stands in that tier's order, or, as what stands there has none, how many of its
-// children the tier has.
+// A node's links for one tier: its position in that tier's eviction order, or the number of its children in the tier.
+// A node with children there is in no order, so one field serves both.
 struct TierLinks {
     union {
-        std::uint32_t before;  // the subtree of those that leave earlier
+        std::uint32_t before;  // subtree of nodes evicted earlier
         std::uint32_t children;
     };
     std::uint32_t after;
@@ -25,17 +25,17 @@ struct TierLinks {
 
 struct __attribute__((packed, aligned(4))) Node {
     std::uint8_t signature[SIGNATURE];
-    std::uint32_t shard;   // number of the namespace, group and shard
-    std::uint32_t parent;  // number of the node of the block before, or one of the four below
+    std::uint32_t shard;   // number of the shard key
+    std::uint32_t parent;  // node of the block before, or one of the constants below
     std::uint64_t stamp : 40, uses : 8, holds : 16;
-    std::uint32_t depth : 24, tiers : 4, listed : 4;  // by bit: the tiers that have it, in whose orders it stands
+    std::uint32_t depth : 24, tiers : 4, listed : 4;  // bit masks: tiers that have it, tiers in whose order it is
 
-    static constexpr std::uint32_t FIRST = NIL;        // there is none
-    static constexpr std::uint32_t UNKNOWN = NIL - 1;  // it was not told
+    static constexpr std::uint32_t FIRST = NIL;        // first block of a prompt: no parent
+    static constexpr std::uint32_t UNKNOWN = NIL - 1;  // the caller did not give it
     static constexpr std::uint32_t GONE = NIL - 2;     // no tier has this node any more
     static constexpr std::uint32_t NEVER = NIL - 3;    // no tier has had this node yet: only its children are known
 
-    // Of the uses again: how many there were, and in the bits above that after how long the last of them came.
+    // `uses`: the use count in the low bits, the class of the age at the last reuse above them.
     static constexpr unsigned MAX_USES = 0x1f, USES_BITS = 5, MAX_GAPS = 7;
     static constexpr unsigned MAX_TIERS = 4, MAX_HOLDS = 0xffff, MAX_DEPTH = 0xffffff;
 
@@ -57,7 +57,7 @@ class NodePool {
         return *reinterpret_cast<Node*>(chunks_[i / CHUNK_NODES].get() + i % CHUNK_NODES * node_bytes_);
     }
 
-    std::uint32_t allocate() {  // what is in it is anything; std::bad_alloc
+    std::uint32_t allocate() {  // uninitialised; may throw std::bad_alloc
         if (free_ == NIL) {
             if (node_count_ / CHUNK_NODES == chunks_.size())
                 chunks_.emplace_back(new std::uint8_t[CHUNK_NODES * node_bytes_]);
@@ -74,7 +74,7 @@ class NodePool {
         free_ = i;
     }
 
-    // Room for a copy of so many nodes, touched: the copying thread need not wait for the system.
+    // Allocates and touches memory for this many nodes, so that a later `copy` causes no page fault.
     void prepare(std::uint32_t nodes) {
         while (chunks_.size() * CHUNK_NODES < nodes)
             chunks_.emplace_back(new std::uint8_t[CHUNK_NODES * node_bytes_]());

@@ -1,4 +1,4 @@
-// What the parts of the module share: how Python's objects are looked at and made.
+// Buffers and lists of Python, shared by the parts of the module.
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -14,7 +14,7 @@
 
 namespace kvcache {
 
-// A contiguous view of an object's memory; the object cannot free or resize it meanwhile.
+// A contiguous view of an object's memory, which the object cannot free or resize while the view exists.
 class Buffer {
   public:
     Buffer(const pybind11::handle& object, int flags) {
@@ -30,14 +30,14 @@ class Buffer {
     std::size_t bytes() const { return static_cast<std::size_t>(view_.len); }
     std::size_t item_bytes() const { return static_cast<std::size_t>(view_.itemsize); }
 
-    // Whether it holds integers of this size: `codes` are the format letters that will do.
+    // Whether it has integers of this size. `codes`: the accepted format letters.
     bool holds(const char* codes, std::size_t size) const {
         const char* format = this->format();
         if (*format == '@' || *format == '=' || *format == '<') ++format;
         return std::strlen(format) == 1 && std::strchr(codes, *format) && item_bytes() == size;
     }
 
-    // The number of those integers; TypeError where it holds something else.
+    // The number of these integers; TypeError for other contents.
     std::size_t integers(const char* codes, std::size_t size, const char* expected) const {
         if (!holds(codes, size)) {
             throw pybind11::type_error("a buffer of format '" + std::string(format()) + "': expected " + expected);
@@ -55,7 +55,7 @@ inline void expect(bool held, const std::string& message) {
     if (!held) throw pybind11::value_error(message);
 }
 
-// One behind the other. Others run while they are copied and freed.
+// Concatenates parts. Releases the interpreter lock while it copies and frees.
 template <class Item>
 pybind11::bytes joined(std::vector<std::vector<Item>> parts) {
     std::size_t items = 0;
@@ -72,7 +72,7 @@ pybind11::bytes joined(std::vector<std::vector<Item>> parts) {
     return out;
 }
 
-// What a chain is made from, looked at and checked; the objects stay as they are while this lives.
+// Checked inputs of a digest chain. It keeps views of the caller's objects.
 class ChainArgs {
   public:
     ChainArgs(const pybind11::handle& parent, const pybind11::handle& tokens, std::size_t block_tokens,
@@ -80,7 +80,7 @@ class ChainArgs {
 
     std::size_t blocks() const { return blocks_; }
 
-    // Without the interpreter lock, if one likes. OverflowError where an id is not of 32 bits.
+    // Needs no interpreter lock. OverflowError for an id of more than 32 bits.
     void digest(bool plain, std::uint8_t* out) const;
 
   private:
@@ -91,7 +91,7 @@ class ChainArgs {
     bool has_extras_;
 };
 
-// Requests `first` to `end` of a trace: where each begins in `blocks`, numbers of blocks below `unique`. ValueError.
+// Checks requests `first` to `end` of a trace: `starts` in `blocks`, block numbers below `unique`. ValueError.
 void check_requests(const Buffer& starts, const Buffer& blocks, std::size_t unique, std::size_t first, std::size_t end);
 
 void bind_chain(pybind11::module_& module);

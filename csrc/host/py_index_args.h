@@ -1,4 +1,4 @@
-// What Python hands to the index, looked at and checked; the objects stay as they are while these live.
+// Checked arguments of the index's calls. They keep views of the caller's objects.
 #pragma once
 
 #include <cstdint>
@@ -12,7 +12,7 @@
 
 namespace kvcache {
 
-// A run.
+// The arguments of a block run.
 class BlockRunArgs {
   public:
     BlockRunArgs(const pybind11::handle& shard_key, const pybind11::handle& signatures)
@@ -57,7 +57,7 @@ class LookupArgs {
     std::vector<std::uint64_t> needs_;
 };
 
-// A policy's table, and what it is multiplied by.
+// A policy's table, and the weights that multiply it.
 class ValueTableArgs {
   public:
     ValueTableArgs(const pybind11::handle& values, const std::vector<double>& weights, const Index& index)
@@ -73,7 +73,7 @@ class ValueTableArgs {
     Buffer values_;
 };
 
-// What an index is made from.
+// The arguments of the constructor.
 inline unsigned checked_tiers(unsigned tiers, const std::vector<unsigned>& bounds,
                               const std::vector<std::uint64_t>& edges, double ghosts,
                               const std::vector<std::uint64_t>& gaps) {

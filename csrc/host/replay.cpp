@@ -40,7 +40,7 @@ void replay(Index& index, const std::uint8_t* shard_key, const Requests& request
             }
             const std::size_t fits = std::min<std::uint64_t>(alike, room);
             end += fits, room -= fits;
-            if (fits < alike) break;  // what follows could not be found
+            if (fits < alike) break;  // blocks after it could not be found
         }
         index.insert(part(at, end), at ? part(at - 1, at).signatures : shard_key, 0);
         index.refuse(part(end, blocks));

@@ -1,5 +1,5 @@
-// Part of a trace played to an index of one tier, as a cache would live through it. Plain twin:
-// kvcache/index/reference/index.py, which must do the same to the letter.
+// Replays part of a trace on an index with one tier, with the calls that a cache would make. The reference twin
+// kvcache/index/reference/index.py must give exactly the same hits.
 #pragma once
 
 #include <cstddef>
@@ -10,14 +10,14 @@
 namespace kvcache {
 
 struct Requests {
-    const std::int64_t* starts;      // where each request's blocks begin; one more than there are requests
-    const std::int32_t* blocks;      // numbers of blocks
-    const std::uint8_t* signatures;  // by number of a block
-    std::size_t first, end;          // those to play
+    const std::int64_t* starts;      // (requests + 1): where each request's blocks begin
+    const std::int32_t* blocks;      // block numbers
+    const std::uint8_t* signatures;  // by block number
+    std::size_t first, end;          // requests to replay
 };
 
-// `hits`: by request, from `first` on, how many of its first blocks were there. `values` is a policy's table.
-// `refuses`: newcomers take the place of nothing that is worth more.
+// `hits`: by request, from `first` on, the number of its leading blocks that were resident. `values`: a policy's table.
+// `refuses`: a new block never replaces a more valuable one.
 void replay(Index& index, const std::uint8_t* shard_key, const Requests& requests, std::uint64_t capacity,
             const double* values, bool refuses, std::int32_t* hits);
 

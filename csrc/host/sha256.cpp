@@ -41,7 +41,7 @@ bool has_sha() {
     return __get_cpuid_count(7, 0, &a, &b, &c, &d) && (b & bit_SHA);
 }
 
-// The instructions keep the state as (a, b, e, f) and (c, d, g, h), highest lane first, and do two rounds each.
+// The SHA instructions take the state as (a, b, e, f) and (c, d, g, h), highest lane first, and do two rounds each.
 __attribute__((target("sha,sse4.1"))) void sha256_instructions(const std::uint8_t* padded, std::size_t blocks,
                                                                std::uint8_t* digest) {
     const __m128i swap = _mm_set_epi8(12, 13, 14, 15, 8, 9, 10, 11, 4, 5, 6, 7, 0, 1, 2, 3);
@@ -69,7 +69,7 @@ __attribute__((target("sha,sse4.1"))) void sha256_instructions(const std::uint8_
         abef = _mm_add_epi32(abef, abef_before);
         cdgh = _mm_add_epi32(cdgh, cdgh_before);
     }
-    // Two whole stores: the next message of a chain reads them back at once, and only whole stores are forwarded.
+    // Two full stores: the chain's next message reads them at once, and only full stores are forwarded.
     const __m128i big = _mm_set_epi8(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
     __m128i* out = reinterpret_cast<__m128i*>(digest);
     _mm_storeu_si128(out, _mm_shuffle_epi8(_mm_unpackhi_epi64(cdgh, abef), big));

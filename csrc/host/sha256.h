@@ -1,4 +1,4 @@
-// SHA-256 (FIPS 180-4) of messages that were padded in place, with the processor's instructions where it has them.
+// SHA-256 (FIPS 180-4) of messages padded in place, with the processor's SHA instructions if it has them.
 #pragma once
 
 #include <cstddef>
@@ -14,13 +14,13 @@ using Sha256 = void (*)(const std::uint8_t* padded, std::size_t blocks, std::uin
 
 void sha256_plain(const std::uint8_t* padded, std::size_t blocks, std::uint8_t* digest);
 
-// The fastest that this processor can run.
+// The fastest implementation for this processor.
 Sha256 sha256_fastest();
 
-// 64-byte blocks of a message of `length` bytes once padded.
+// Number of 64-byte blocks of a padded message of `length` bytes.
 constexpr std::size_t sha256_blocks(std::size_t length) { return (length + 1 + 8 + SHA_BLOCK - 1) / SHA_BLOCK; }
 
-// Writes the padding behind `length` bytes; `message` has room for `sha256_blocks(length)` blocks.
+// Writes the padding after `length` bytes; `message` has space for `sha256_blocks(length)` blocks.
 void sha256_pad(std::uint8_t* message, std::size_t length);
 
 }  // namespace kvcache

@@ -1,7 +1,7 @@
-// Division by a number that is known only when a kernel is launched: a multiplication and a shift.
+// Division by a launch-time constant, as a multiplication and a shift.
 //
-// Granlund and Montgomery, "Division by invariant integers using multiplication", 1994, for dividends below 2^31, where
-// the sum below cannot overflow. A processor's own instruction for it takes 20 times as long on a GPU.
+// Granlund and Montgomery, "Division by invariant integers using multiplication", 1994. Dividends are below 2^31, so
+// that the sum cannot overflow. The division instruction takes 20 times as long on a GPU.
 #pragma once
 
 #include "layout.h"

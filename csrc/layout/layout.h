@@ -1,8 +1,8 @@
 // Index arithmetic of layouts, for the host and for CUDA alike: no includes, no std.
 //
 // A block is copied between an engine's page and its payload as an array of up to MAX_AXES axes, each with its own
-// step on either side. `collapse` turns the axes into a Walk: equal fragments, as long as the two sides allow,
-// numbered in the payload's order. `locate` says where a fragment lies.
+// step on each side. `collapse` turns the axes into a Walk: equal fragments, as long as both sides allow, numbered in
+// the payload's order. `locate` gives the offsets of a fragment.
 #pragma once
 
 #if defined(__CUDACC__) || defined(__CUDACC_RTC__)
@@ -21,11 +21,11 @@ constexpr int MAX_AXES = 5;
 struct Axis {
     u64 extent;
     i64 page;     // bytes from one index to the next in the page
-    i64 payload;  // the same in the payload; not negative
+    i64 payload;  // the same in the payload, not negative
 };
 
 struct Walk {
-    Axis axes[MAX_AXES];  // from the outermost to the innermost in the payload, without those inside a fragment
+    Axis axes[MAX_AXES];  // outermost to innermost in the payload, without those inside a fragment
     int count;
     u64 run;        // bytes of a fragment, contiguous on both sides
     u64 fragments;  // the product of the extents; 0 where an axis is empty
@@ -36,10 +36,10 @@ struct Place {
     i64 payload;
 };
 
-// The axes' elements are `item_bytes` long. The payload must have no two elements at one place.
+// The axes' elements are `item_bytes` long. No two elements may share an offset in the payload.
 KV_HD inline Walk collapse(const Axis* axes, int count, u64 item_bytes) {
     Walk walk = {};
-    for (int i = 0; i < count; ++i) {  // insertion by step in the payload; an axis of one index moves nothing
+    for (int i = 0; i < count; ++i) {  // insertion sort by step in the payload, without axes of one index
         if (axes[i].extent == 1) continue;
         int at = walk.count++;
         for (; at > 0 && walk.axes[at - 1].payload < axes[i].payload; --at) walk.axes[at] = walk.axes[at - 1];

@@ -1,13 +1,13 @@
-// What the copies share: how a launch names blocks, and accesses of a chosen width.
+// Shared by the copy kernels: the block list of a launch, and memory accesses of a chosen width.
 #pragma once
 
 #include "../layout/division.h"
 
 namespace kvcache {
 
-// Of one launch. A job goes by value, so that nothing on the device has to outlive the launch.
+// Limits of one launch. Its job is passed by value, so that no device memory has to outlive the launch.
 constexpr u32 ROOTS = 64, BLOCKS = 128;
-constexpr u32 ARGUMENT_BYTES = 4096;  // that a kernel can be given everywhere
+constexpr u32 ARGUMENT_BYTES = 4096;  // accepted by every device
 
 struct Block {
     u64 page;     // bytes from page 0 to this one

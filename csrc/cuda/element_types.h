@@ -1,7 +1,7 @@
-// Elements as numbers, and numbers in eight bits: bit for bit what kvcache/codec/{element,fp8,int8}.py make of them.
+// Conversion of elements to float and to eight bits, bit for bit as kvcache/codec/quantised.py.
 //
-// The compiler may have been set for denormals to be flushed or for products and sums to be fused (CuPy does,
-// NVRTC does), so the two operations whose result that could change are written as the instruction itself.
+// CuPy and NVRTC may compile with flushed denormals and fused products. The two operations whose result this could
+// change are therefore written as instructions.
 #pragma once
 
 #include "../layout/division.h"
@@ -39,15 +39,15 @@ KV_HD inline float multiply(float a, float b) { return a * b; }
 KV_HD inline float divide(float a, float b) { return a / b; }
 #endif
 
-// The top bits of a float, down to the bit of weight 2^dropped: to the nearest, ties to even.
+// The bits of a float without the lowest `dropped`, rounded to the nearest, ties to even.
 KV_HD inline u32 rounded(u32 bits, int dropped) {
     return (bits + (1u << (dropped - 1)) - 1 + (bits >> dropped & 1)) >> dropped;
 }
 
-// A float small beside `grid`, in steps of the last place of `grid`, ties to even.
+// A float that is small compared to `grid`, in units of the last place of `grid`, ties to even.
 KV_HD inline u32 steps_of(float value, float grid) { return bits_of(value + grid) - bits_of(grid); }
 
-// Element types: `widen` is exact, `narrow` rounds to the nearest, ties to even, what is finite and within range.
+// Element types. `widen` is exact. `narrow` rounds finite values within range to the nearest, ties to even.
 struct Bf16 {
     using Word = u16;
     static KV_HD float widen(Word word) { return float_of(static_cast<u32>(word) << 16); }
@@ -74,13 +74,13 @@ struct Fp32 {
     static KV_HD Word narrow(float value) { return bits_of(value); }
 };
 
-// The word without its sign: in the order of magnitudes, infinity and NaN above all numbers.
+// The word without its sign, ordered by magnitude; infinity and NaN are above all numbers.
 template <class Word>
 KV_HD inline u32 magnitude(Word word) {
     return word & (static_cast<Word>(~Word{0}) >> 1);
 }
 
-// Formats of eight bits: codes of numbers up to LARGEST and half a step beyond, and what codes mean.
+// Eight-bit formats: `code` accepts numbers up to LARGEST and half a step more; `value` decodes.
 struct Fp8 {
     static constexpr float LARGEST = 448;
     static KV_HD u8 code(float value) {
