@@ -20,9 +20,11 @@ class NotFoundError(ConfigError):
     @classmethod
     def like(cls, found: str, given: str, known: Collection[str]) -> NotFoundError:
         """Return an error with the text `found` and the `known` names that resemble `given`."""
-        near = get_close_matches(given, [*dict.fromkeys(known)], cutoff=0.5)
-        near += [name for name in dict.fromkeys(known) if given[:4] and name.startswith(given[:4]) and name not in near]
-        return cls(found + (f"; near matches: {', '.join(repr(name) for name in near[:3])}" if near else ""))
+        matches = get_close_matches(given, [*dict.fromkeys(known)], cutoff=0.5)
+        matches += [
+            name for name in dict.fromkeys(known) if given[:4] and name.startswith(given[:4]) and name not in matches
+        ]
+        return cls(found + (f"; near matches: {', '.join(repr(name) for name in matches[:3])}" if matches else ""))
 
 
 class LayoutError(KVCacheError, ValueError):

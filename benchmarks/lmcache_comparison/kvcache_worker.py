@@ -147,7 +147,7 @@ class KVCacheWorker:
 
     def evict(self, runs: int, tokens: int) -> list[float]:
         """Seconds to find room for so many tokens in a full host tier."""
-        assert self._cache.host.room(record_bytes(self._block_bytes)) == 0, "the host tier is not full"
+        assert self._cache.host.free_slots(record_bytes(self._block_bytes)) == 0, "the host tier is not full"
         tier_manager, times = self._cache.tier_manager, []
         before = self._cache.index.tick()
         for _ in range(runs):

@@ -341,19 +341,19 @@ def _parts(pieces: Sequence[memoryview], total: int) -> Iterator[memoryview]:
             done += step
 
 
-def _pack_fields(fields: Mapping[int, bytes], room: int) -> bytes:
+def _pack_fields(fields: Mapping[int, bytes], area_bytes: int) -> bytes:
     """Return fields in ascending order of tag: the required ones, then as many others as fit."""
     sizes = {tag: _FIELD.size + len(body) for tag, body in fields.items()}
     kept = [tag for tag in fields if tag == CHUNK_SUMS or tag & REQUIRED_FIELD_BIT]
-    room -= sum(sizes[tag] for tag in kept)
+    area_bytes -= sum(sizes[tag] for tag in kept)
     if not all(0 < tag <= 0xFFFF for tag in fields):
         raise RecordError("field", f"tags {sorted(fields)}: expected 1 to {0xFFFF}")
-    if room < 0:
-        raise RecordError("short", f"a header area {-room} bytes too small for the fields that it must hold")
+    if area_bytes < 0:
+        raise RecordError("short", f"a header area {-area_bytes} bytes too small for the fields that it must hold")
     for tag in sorted(fields.keys() - kept):
-        if sizes[tag] <= room:
+        if sizes[tag] <= area_bytes:
             kept.append(tag)
-            room -= sizes[tag]
+            area_bytes -= sizes[tag]
     return pack_tagged(fields, sorted(kept))
 
 

@@ -280,7 +280,7 @@ class Cache:
                 "in_trouble": len(health_issues),
                 "faults": cast(SharedTier, tier).faults if tier.shared else {},
             }
-        queued = sum(len(lane) for lane in self.tier_manager.write_back_queues)
+        queued = sum(len(queue) for queue in self.tier_manager.write_back_queues)
         bypass = {"loads": self.bypass.loads, "stores": self.bypass.stores}
         canary = {"worst": self._context.canary.worst}
         return {
@@ -330,12 +330,12 @@ class Cache:
         for tier in self.lower_tiers:
             tier.keep_files(True)
             try:
-                left = tier.scrub(unwanted=self._context.record_codec.is_obsolete)
-                if left.unwanted:
+                report = tier.scrub(unwanted=self._context.record_codec.is_obsolete)
+                if report.unwanted:
                     tier.wipe()
             finally:
                 tier.keep_files(False)
-            found.add(left)
+            found.add(report)
         return found
 
     def _index_mismatch(self, tier: Tier) -> tuple[set[bytes], set[bytes]]:

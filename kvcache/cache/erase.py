@@ -59,13 +59,13 @@ _log = logger("kvcache.erase")
 class EraseResult:
     """The result of an erasure.
 
-    `left` gives the reasons why it is incomplete, by tier or by what was not touched. If it is empty, no tier has a
-    record of these namespaces, or bytes of a removed one.
+    `incomplete` gives reasons, by tier or by the part that was not erased. If it is empty, no tier has a record of
+    these namespaces, or bytes of a removed one.
     """
 
     namespaces: list[bytes]
     records: dict[str, int] = field(default_factory=dict)  # by tier, the number removed
-    left: dict[str, str] = field(default_factory=dict)
+    incomplete: dict[str, str] = field(default_factory=dict)
 
 
 class Erasure:
@@ -96,7 +96,7 @@ class Erasure:
         """The owners of the namespaces that were bound here."""
         return dict(self._owners)
 
-    def recall(self, owners: Mapping[bytes, Owner | None]) -> None:
+    def restore(self, owners: Mapping[bytes, Owner | None]) -> None:
         """Add the owners that an earlier process handed over."""
         self._owners |= {namespace: owner for namespace, owner in owners.items() if owner is not None}
 
@@ -173,9 +173,9 @@ class Erasure:
         if not selected and not unknown:
             raise NotFoundError("no namespace has both this tenant and this cache salt; see `kvcache ls`")
         erased = self._count(selected) if dry_run else self._kept(selected)
-        erased.left = unknown | erased.left
-        for name, why in erased.left.items():
-            _log.warning("erasure is incomplete: namespaces=%d %s: %s", len(selected), name, why)
+        erased.incomplete = unknown | erased.incomplete
+        for name, reason in erased.incomplete.items():
+            _log.warning("erasure is incomplete: namespaces=%d %s: %s", len(selected), name, reason)
         return erased
 
     def _check(self, owners: Collection[Owner], tenant: str | None, cache_salt: str | None) -> None:
@@ -206,17 +206,19 @@ class Erasure:
             return erased
         for _ in range(_MAX_ROUNDS):
             if self._flush(MAX_FLUSH_S):
-                erased.left.pop(_PENDING_STORES, None)
+                erased.incomplete.pop(_PENDING_STORES, None)
             else:
-                erased.left[_PENDING_STORES] = f"some were still being demoted after {MAX_FLUSH_S:g} s: clear again"
+                erased.incomplete[_PENDING_STORES] = (
+                    f"some were still being demoted after {MAX_FLUSH_S:g} s: clear again"
+                )
             found = 0
             for tier in self._tiers:
                 try:
                     removed = remove(namespaces, self._index, tier)
                     removed += sum(tier.purge(namespace) or 0 for namespace in namespaces)
-                    erased.left.pop(tier.name, None)
+                    erased.incomplete.pop(tier.name, None)
                 except OSError as error:
-                    erased.left[tier.name] = str(error)
+                    erased.incomplete[tier.name] = str(error)
                     continue
                 found += removed
                 erased.records[tier.name] = erased.records.get(tier.name, 0) + removed
@@ -225,9 +227,9 @@ class Erasure:
         self._wipe()
         for tier in self._tiers:
             if not tier.wipe():
-                erased.left[tier.name] = "some freed space was not overwritten"
-            elif tier.name not in erased.left and (reason := _why_remaining(namespaces, tier)):
-                erased.left[tier.name] = reason
+                erased.incomplete[tier.name] = "some freed space was not overwritten"
+            elif tier.name not in erased.incomplete and (reason := _reason_for_remaining(namespaces, tier)):
+                erased.incomplete[tier.name] = reason
         for namespace in set(namespaces) & self._owners.keys():  # still bound here: new records have the same owner
             self._executor.submit(partial(self._note, namespace, self._owners[namespace]))
         return erased
@@ -236,7 +238,7 @@ class Erasure:
         self._executor.close()
 
 
-def _why_remaining(namespaces: Collection[bytes], tier: Tier) -> str:
+def _reason_for_remaining(namespaces: Collection[bytes], tier: Tier) -> str:
     """Why a tier may still have records, else "". A shared tier may not answer; its state is then unknown."""
     try:
         tier.owners()

@@ -22,7 +22,7 @@ from kvcache.os_env import Executor
 SYNC_S = 1.0
 """The least time for a sync, however little is left: a sync of data that is already durable takes none."""
 
-Left = Callable[[], float | None]
+Remaining = Callable[[], float | None]
 """Seconds until the deadline; None without one."""
 Counts = dict[str, dict[bytes, int]]
 """Blocks by tier and namespace."""
@@ -88,74 +88,76 @@ class Watch:
     clock: int = 0
 
     @classmethod
-    def begin(cls, lanes: Sequence[WriteBackQueue], clock: int, told: Counts | None = None) -> Watch:
-        """A watch that counts from now on. Losses count from `told`, those reported to any caller, if given."""
-        counts = {lane.tier.name: lane.refused.counts() for lane in lanes}
+    def begin(cls, queues: Sequence[WriteBackQueue], clock: int, reported: Counts | None = None) -> Watch:
+        """A watch that counts from now on. Losses count from `reported`, counts reported to any caller, if given."""
+        counts = {queue.tier.name: queue.refused.counts() for queue in queues}
         lost = {tier: lost for tier, (_, lost) in counts.items()}
-        if told is not None:
-            lost = {tier: dict(told.get(tier, {})) for tier in counts}
+        if reported is not None:
+            lost = {tier: dict(reported.get(tier, {})) for tier in counts}
         return cls({tier: reached for tier, (reached, _) in counts.items()}, lost, clock)
 
 
 class Barrier:
     """One flush of one tier: the blocks queued at its start, and those that the tier refused before."""
 
-    def __init__(self, lane: WriteBackQueue, scope: Scope | None) -> None:
-        self._lane, self._scope = lane, scope
-        self._missing = lane.refused.kept(scope)
-        self._names = lane.queued(scope)
+    def __init__(self, queue: WriteBackQueue, scope: Scope | None) -> None:
+        self._queue, self._scope = queue, scope
+        self._missing = queue.refused.kept(scope)
+        self._names = queue.queued(scope)
         self._tried: set[bytes] = set()
         self.synced = True
 
-    def offer_again(self, left: Left) -> None:
+    def offer_again(self, remaining: Remaining) -> None:
         """Queue the blocks that the tier refused, heads first, until time runs out."""
         for address in self._missing:
             if address.name in self._tried:
                 continue
-            heads = self._lane.heads(address, self._tried)
+            heads = self._queue.heads(address, self._tried)
             for each in () if heads is None else (*heads, address):
-                if not self._lane.offer_again(each, left()):
+                if not self._queue.offer_again(each, remaining()):
                     return
                 self._tried.add(each.name)
             self._tried.add(address.name)  # counts as tried: the tier cannot have it without its head
 
-    def wait(self, executor: Executor, left: Left) -> None:
+    def wait(self, executor: Executor, remaining: Remaining) -> None:
         """Wait until the blocks are written or refused and the written ones are durable, or time runs out."""
-        if not self._lane.wait_written(self._names | self._tried, left()):
+        if not self._queue.wait_written(self._names | self._tried, remaining()):
             return
-        left_s = left()
+        remaining_s = remaining()
         try:
-            synced = executor.submit(self._lane.tier.sync).result(None if left_s is None else max(SYNC_S, left_s))
+            synced = executor.submit(self._queue.tier.sync).result(
+                None if remaining_s is None else max(SYNC_S, remaining_s)
+            )
             self.synced = bool(synced)
         except LateError:
             self.synced = False
 
-    def report(self, watch: Watch, told: Counts, used_since: Callable[[Address], bool]) -> TierFlush:
+    def report(self, watch: Watch, reported: Counts, used_since: Callable[[Address], bool]) -> TierFlush:
         """The result for these blocks, and for all that `watch` has not had reported."""
-        tier = self._lane.tier.name
-        reached, lost = self._lane.refused.counts()
+        tier = self._queue.tier.name
+        reached, lost = self._queue.refused.counts()
         meant = self._names.union(address.name for address in self._missing)
-        queued = self._lane.queued(self._scope) & meant
-        kept = [a for a in self._lane.refused.kept(self._scope) if a.name in meant - queued and used_since(a)]
+        queued = self._queue.queued(self._scope) & meant
+        kept = [a for a in self._queue.refused.kept(self._scope) if a.name in meant - queued and used_since(a)]
         had = self._tried | self._names
         untried = sum(address.name not in had for address in kept)
-        gone = since(lost, watch.lost.setdefault(tier, {}), self._scope, anybodys=True)
-        _tell(told.setdefault(tier, {}), watch.lost[tier])
+        newly_lost = since(lost, watch.lost.setdefault(tier, {}), self._scope, include_unattributed=True)
+        _merge_reported(reported.setdefault(tier, {}), watch.lost[tier])
         return TierFlush(
-            reached=since(reached, watch.reached.setdefault(tier, {}), self._scope, anybodys=False),
-            refused=len(kept) - untried + gone,
+            reached=since(reached, watch.reached.setdefault(tier, {}), self._scope, include_unattributed=False),
+            refused=len(kept) - untried + newly_lost,
             waiting=len(queued) + untried,
-            lost=gone,
+            lost=newly_lost,
             synced=self.synced,
         )
 
 
-def _tell(told: dict[bytes, int], counts: dict[bytes, int]) -> None:
+def _merge_reported(reported: dict[bytes, int], counts: dict[bytes, int]) -> None:
     for namespace, count in counts.items():
-        told[namespace] = max(count, told.get(namespace, 0))
+        reported[namespace] = max(count, reported.get(namespace, 0))
 
 
-def settled(lanes: Collection[WriteBackQueue], left: Left) -> bool:
+def settled(queues: Collection[WriteBackQueue], remaining: Remaining) -> bool:
     """Whether the blocks queued now were written or refused in time."""
-    queued = [(lane, lane.queued()) for lane in lanes]
-    return all(lane.wait_written(names, left()) for lane, names in queued)
+    queued = [(queue, queue.queued()) for queue in queues]
+    return all(queue.wait_written(names, remaining()) for queue, names in queued)

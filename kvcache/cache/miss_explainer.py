@@ -76,51 +76,53 @@ class MissExplainer:
         """Note a record that failed a check in its tier."""
         self.eviction_history.add([signature], "refused", tier=tier, why=check, clock=self._index.clock)
 
-    def reason(self, asked: RecentRequest) -> str:
+    def reason(self, request: RecentRequest) -> str:
         """The reason for the first block of `asked` that was not found; "" if all were found."""
-        if asked.found == asked.blocks:
+        if request.found == request.blocks:
             return ""
-        asked.fate = self.eviction_history.find(asked.signature(asked.found))
-        if asked.fate is not None:
-            return asked.fate.reason
-        return "apart" if self._same_tokens_elsewhere(asked) is not None else self.reason_within_namespace(asked)
+        request.fate = self.eviction_history.find(request.signature(request.found))
+        if request.fate is not None:
+            return request.fate.reason
+        return "apart" if self._same_tokens_elsewhere(request) is not None else self.reason_within_namespace(request)
 
-    def reason_within_namespace(self, asked: RecentRequest) -> str:
+    def reason_within_namespace(self, request: RecentRequest) -> str:
         """As `reason`, for a block of unknown fate, without a look at other namespaces, whose contents are secret."""
-        return "cold" if self._diverging_request(asked) is None else "diverged"
+        return "cold" if self._diverging_request(request) is None else "diverged"
 
-    def _diverging_request(self, asked: RecentRequest) -> RecentRequest | None:
+    def _diverging_request(self, request: RecentRequest) -> RecentRequest | None:
         """The newest prompt that shares all found blocks and continues differently."""
-        if asked.found:
-            for other, shared in self._related(asked):
-                if shared == asked.found < other.blocks:
+        if request.found:
+            for other, shared in self._related(request):
+                if shared == request.found < other.blocks:
                     return other
             return None
-        ours = asked.tokens(0, asked.block_tokens)
+        ours = request.tokens(0, request.block_tokens)
         for other in _earlier_requests(
-            asked, self.recent_requests.same_start(ours, {asked.namespace}) if len(ours) else ()
+            request, self.recent_requests.same_start(ours, {request.namespace}) if len(ours) else ()
         ):
-            shared = shared_tokens(ours, other.tokens(0, asked.block_tokens))
-            if asked.block_tokens // HEAD_MATCH_DIVISOR <= shared < asked.block_tokens:
+            shared = shared_tokens(ours, other.tokens(0, request.block_tokens))
+            if request.block_tokens // HEAD_MATCH_DIVISOR <= shared < request.block_tokens:
                 return other
         return None
 
-    def _related(self, asked: RecentRequest) -> Iterator[tuple[RecentRequest, int]]:
+    def _related(self, request: RecentRequest) -> Iterator[tuple[RecentRequest, int]]:
         """Earlier prompts with the same first block, newest first, and the number of blocks that they share."""
-        for other in _earlier_requests(asked, self.recent_requests.same_head(asked.namespace, asked.signature(0))):
-            yield other, shared_blocks(asked.packed, other.packed)
+        for other in _earlier_requests(
+            request, self.recent_requests.same_head(request.namespace, request.signature(0))
+        ):
+            yield other, shared_blocks(request.packed, other.packed)
 
     def _same_tokens_elsewhere(
-        self, asked: RecentRequest, among: Collection[bytes] | None = None
+        self, request: RecentRequest, among: Collection[bytes] | None = None
     ) -> RecentRequest | None:
         """The newest prompt with the same tokens through the first missing block, whose blocks another namespace has.
 
         `among`: the namespaces to search; None for all.
         """
-        end = (asked.found + 1) * asked.block_tokens
-        ours = asked.tokens(0, end)
+        end = (request.found + 1) * request.block_tokens
+        ours = request.tokens(0, end)
         for other in self.recent_requests.same_start(ours, among) if len(ours) else ():
-            if other.namespace != asked.namespace and np.array_equal(ours, other.tokens(0, end)):
+            if other.namespace != request.namespace and np.array_equal(ours, other.tokens(0, end)):
                 block = -(-end // other.block_tokens) - 1
                 if block < other.blocks and any(
                     self._index.tier_masks(BlockRun(shard_key, other.signature(block)))[0]
@@ -132,75 +134,77 @@ class MissExplainer:
     # the full explanation
 
     def explain(
-        self, asked: RecentRequest, namespaces: Iterable[Namespace] = (), among: Collection[bytes] | None = None
+        self, request: RecentRequest, namespaces: Iterable[Namespace] = (), among: Collection[bytes] | None = None
     ) -> dict[str, Any]:
         """All that is known about a miss, in types that any message format supports. Token ids stand for text.
 
         `among`: the namespaces that the reader may know of. The explanation is as if there were no others.
         """
-        now, first = self._clock.wall(), asked.found * asked.block_tokens
+        now, first = self._clock.wall(), request.found * request.block_tokens
         named = {namespace.id: namespace for namespace in namespaces}
         reason, same_tokens = (
-            asked.reason,
-            self._same_tokens_elsewhere(asked, among) if asked.reason == "apart" else None,
+            request.reason,
+            self._same_tokens_elsewhere(request, among) if request.reason == "apart" else None,
         )
         if reason == "apart" and same_tokens is None and among is not None:
-            reason = self.reason_within_namespace(asked)
-        told: dict[str, Any] = {
-            "request": asked.request,
-            **{name: value for name, value in (("agent", asked.agent), ("session", asked.session)) if value},
-            "time": asked.time,
-            "ago_s": now - asked.time,
-            "namespace": _namespace_summary(named.get(asked.namespace), asked.namespace),
-            "block_tokens": asked.block_tokens,
-            "blocks": asked.blocks,
-            "found_blocks": asked.found,
+            reason = self.reason_within_namespace(request)
+        explanation: dict[str, Any] = {
+            "request": request.request,
+            **{name: value for name, value in (("agent", request.agent), ("session", request.session)) if value},
+            "time": request.time,
+            "ago_s": now - request.time,
+            "namespace": _namespace_summary(named.get(request.namespace), request.namespace),
+            "block_tokens": request.block_tokens,
+            "blocks": request.blocks,
+            "found_blocks": request.found,
             "reason": reason,
-            "ids": asked.tokens(first, first + CONTEXT_TOKENS).tolist(),
-            **asked.detail,
+            "ids": request.tokens(first, first + CONTEXT_TOKENS).tolist(),
+            **request.detail,
         }
         if reason in {"evicted", "expired", "store_dropped", "store_failed", "refused"}:
-            told |= self._fate(asked, now)
+            explanation |= self._fate(request, now)
         elif reason == "diverged":
-            other = self._diverging_request(asked)
-            told |= _divergence(asked, other, now) if other is not None else {}
+            other = self._diverging_request(request)
+            explanation |= _divergence(request, other, now) if other is not None else {}
         elif same_tokens is not None:
-            told["other"] = _request_summary(same_tokens, now)
-            told["other"]["namespace"] = _namespace_summary(named.get(same_tokens.namespace), same_tokens.namespace)
-            told["differs"] = _namespace_diff(named.get(asked.namespace), named.get(same_tokens.namespace))
+            explanation["other"] = _request_summary(same_tokens, now)
+            explanation["other"]["namespace"] = _namespace_summary(
+                named.get(same_tokens.namespace), same_tokens.namespace
+            )
+            explanation["differs"] = _namespace_diff(named.get(request.namespace), named.get(same_tokens.namespace))
         elif reason == "cold":
-            told |= self._earlier_request(asked, now)
-        return told
+            explanation |= self._earlier_request(request, now)
+        return explanation
 
-    def _fate(self, asked: RecentRequest, now: float) -> dict[str, Any]:
-        fate = asked.fate or self.eviction_history.find(
-            asked.signature(asked.found)
+    def _fate(self, request: RecentRequest, now: float) -> dict[str, Any]:
+        fate = request.fate or self.eviction_history.find(
+            request.signature(request.found)
         )  # a tier may report the fate after the load ended
         if fate is None:
             return {}
-        told = {"tier": fate.tier, "why": fate.why, "lost_time": fate.time, "lost_ago_s": now - fate.time}
-        used = self._last_use(asked, fate)
+        explanation = {"tier": fate.tier, "why": fate.why, "lost_time": fate.time, "lost_ago_s": now - fate.time}
+        used = self._last_use(request, fate)
         if used is not None:
-            told |= {"age_requests": fate.clock - used.clock, "age_s": fate.time - used.time}
-        return told
+            explanation |= {"age_requests": fate.clock - used.clock, "age_s": fate.time - used.time}
+        return explanation
 
-    def _last_use(self, asked: RecentRequest, fate: BlockFate) -> RecentRequest | None:
+    def _last_use(self, request: RecentRequest, fate: BlockFate) -> RecentRequest | None:
         """The newest request before the loss whose prompt has this block."""
-        found = (other for other, shared in self._related(asked) if shared > asked.found)
+        found = (other for other, shared in self._related(request) if shared > request.found)
         return next((other for other in found if other.clock <= fate.clock), None)
 
-    def _earlier_request(self, asked: RecentRequest, now: float) -> dict[str, Any]:
+    def _earlier_request(self, request: RecentRequest, now: float) -> dict[str, Any]:
         """An earlier request for a block that is neither cached nor known to be lost."""
-        found = next((other for other, shared in self._related(asked) if shared > asked.found), None)
+        found = next((other for other, shared in self._related(request) if shared > request.found), None)
         return {} if found is None else {"other": _request_summary(found, now)}
 
 
-def _earlier_requests(asked: RecentRequest, others: Iterable[RecentRequest]) -> Iterator[RecentRequest]:
-    return (other for other in others if other is not asked and not (asked.kept and other.clock > asked.clock))
+def _earlier_requests(request: RecentRequest, others: Iterable[RecentRequest]) -> Iterator[RecentRequest]:
+    return (other for other in others if other is not request and not (request.kept and other.clock > request.clock))
 
 
-def _request_summary(asked: RecentRequest, now: float) -> dict[str, Any]:
-    return {"request": asked.request, "time": asked.time, "ago_s": now - asked.time}
+def _request_summary(request: RecentRequest, now: float) -> dict[str, Any]:
+    return {"request": request.request, "time": request.time, "ago_s": now - request.time}
 
 
 def _namespace_summary(namespace: Namespace | None, id: bytes) -> dict[str, Any]:
@@ -233,25 +237,28 @@ def _flat_fields(namespace: Namespace) -> dict[str, Any]:
     return {name: value for name, value in fields.items() if name not in {"id", "cache_salt"}}
 
 
-def _divergence(asked: RecentRequest, other: RecentRequest, now: float) -> dict[str, Any]:
+def _divergence(request: RecentRequest, other: RecentRequest, now: float) -> dict[str, Any]:
     """Where two prompts diverge, the tokens there, and where they meet again."""
-    first = asked.found * asked.block_tokens
-    ours, theirs = asked.tokens(first, first + RESYNC_WINDOW_TOKENS), other.tokens(first, first + RESYNC_WINDOW_TOKENS)
-    told: dict[str, Any] = {"other": _request_summary(other, now), "block": asked.found}
+    first = request.found * request.block_tokens
+    ours, theirs = (
+        request.tokens(first, first + RESYNC_WINDOW_TOKENS),
+        other.tokens(first, first + RESYNC_WINDOW_TOKENS),
+    )
+    explanation: dict[str, Any] = {"other": _request_summary(other, now), "block": request.found}
     if not len(ours) or not len(theirs):
-        return told
+        return explanation
     at = first + shared_tokens(ours, theirs)
-    told |= {
+    explanation |= {
         "token": at,
-        "before": asked.tokens(max(0, at - CONTEXT_TOKENS), at).tolist(),
-        "ours": asked.tokens(at, at + CONTEXT_TOKENS).tolist(),
+        "before": request.tokens(max(0, at - CONTEXT_TOKENS), at).tolist(),
+        "ours": request.tokens(at, at + CONTEXT_TOKENS).tolist(),
         "theirs": other.tokens(at, at + CONTEXT_TOKENS).tolist(),
     }
-    end = max(asked.blocks * asked.block_tokens, other.blocks * other.block_tokens)
-    meet = resync_point(asked.tokens(at, end), other.tokens(at, end))
+    end = max(request.blocks * request.block_tokens, other.blocks * other.block_tokens)
+    meet = resync_point(request.tokens(at, end), other.tokens(at, end))
     if meet is not None:
-        told["meet"] = dict(zip(("ours", "theirs", "tokens"), meet, strict=True))
-    return told
+        explanation["meet"] = dict(zip(("ours", "theirs", "tokens"), meet, strict=True))
+    return explanation
 
 
 def resync_point(ours: Ids, theirs: Ids) -> tuple[int, int, int] | None:
@@ -297,7 +304,7 @@ def hypothetical_request(
 class MissRecord:
     def __init__(
         self,
-        why: MissExplainer,
+        miss_explainer: MissExplainer,
         counters: Counters,
         *,
         work: RequestContext,
@@ -305,13 +312,13 @@ class MissRecord:
         shard_keys: Sequence[bytes],
         block_tokens: int,
     ) -> None:
-        self._miss_explainer, self._counters = why, counters
+        self._miss_explainer, self._counters = miss_explainer, counters
         request, agent, session = work
-        self._asked = RecentRequest(
+        self._request = RecentRequest(
             request, namespace, shard_keys, block_tokens, b"", 0, 0.0, agent=agent, session=session
         )
         self._prompt_blocks = 0
-        self._behind: list[NDArray[np.uint32]] = []
+        self._later_ids: list[NDArray[np.uint32]] = []
         self._loads: list[tuple[int, int, BlockTransfer]] = []  # rank, first block, transfer
         self._admitted = self._counted = False
 
@@ -332,56 +339,56 @@ class MissRecord:
             beside: tokens from the first one on, if the chain was given as digests.
             reason: a known reason other than that the next block is missing.
         """
-        asked = self._asked
-        if packed is not asked.packed:
-            if asked.kept:  # another prompt in the same request
-                self._asked = asked = replace(asked, ids=[], found=0, reason="", fate=None, detail={}, kept=False)
-            asked.packed, asked.ids, asked.known_from = packed, [], 0
-        asked.found, asked.detail = found, detail
-        if found == asked.blocks:
-            if not asked.ids:
-                asked.known_from = found * asked.block_tokens
-            asked.reason = reason or ""
-            return asked.reason
+        request = self._request
+        if packed is not request.packed:
+            if request.kept:  # another prompt in the same request
+                self._request = request = replace(request, ids=[], found=0, reason="", fate=None, detail={}, kept=False)
+            request.packed, request.ids, request.known_from = packed, [], 0
+        request.found, request.detail = found, detail
+        if found == request.blocks:
+            if not request.ids:
+                request.known_from = found * request.block_tokens
+            request.reason = reason or ""
+            return request.reason
         if self._miss_explainer.recent_requests.max_bytes and ids is None and beside is not None:
-            ids = tokens(beside)[: asked.blocks * asked.block_tokens]
+            ids = tokens(beside)[: request.blocks * request.block_tokens]
         if ids is not None and self._miss_explainer.recent_requests.max_bytes:
-            asked.ids = [kept(ids)]
-        asked.reason = self._miss_explainer.reason(asked) if reason is None else reason
+            request.ids = [kept(ids)]
+        request.reason = self._miss_explainer.reason(request) if reason is None else reason
         # an answer must not reveal what another tenant has stored
-        return self._miss_explainer.reason_within_namespace(asked) if asked.reason == "apart" else asked.reason
+        return self._miss_explainer.reason_within_namespace(request) if request.reason == "apart" else request.reason
 
     def digest(self, parent: bytes, ids: NDArray[Any], block_tokens: int, extras: list[bytes] | None) -> bytes:
         """Hash the tokens after the prompt, and keep their ids for `extended`."""
         if self._miss_explainer.recent_requests.max_bytes:
-            self._behind.append(kept(ids))
+            self._later_ids.append(kept(ids))
         return digest_chain(parent, ids, block_tokens, extras)
 
     def extended(self, packed: bytes) -> None:
         """Record that the chain has more blocks."""
-        behind, self._behind = self._behind, []
-        if packed is not self._asked.packed:
-            self._miss_explainer.recent_requests.grow(self._asked, behind, packed)
+        later_ids, self._later_ids = self._later_ids, []
+        if packed is not self._request.packed:
+            self._miss_explainer.recent_requests.grow(self._request, later_ids, packed)
 
-    def told(self, ids: Any) -> None:
+    def add_token_ids(self, ids: Any) -> None:
         """Add the chain's tokens, from a client that hashes its own blocks.
 
         As `look`, for a request that was answered before.
         """
-        asked = self._asked
-        if asked.found < asked.blocks and not asked.kept and self._miss_explainer.recent_requests.max_bytes:
-            asked.ids, asked.known_from = [kept(tokens(ids)[: asked.blocks * asked.block_tokens])], 0
-            if asked.reason in {"cold", "diverged"}:
-                asked.reason = self._miss_explainer.reason(asked)
+        request = self._request
+        if request.found < request.blocks and not request.kept and self._miss_explainer.recent_requests.max_bytes:
+            request.ids, request.known_from = [kept(tokens(ids)[: request.blocks * request.block_tokens])], 0
+            if request.reason in {"cold", "diverged"}:
+                request.reason = self._miss_explainer.reason(request)
 
     def admit(self, clock: int, time: float) -> None:
         self._admitted = True
-        asked = self._asked
-        asked.clock, asked.time = clock, time
-        self._prompt_blocks = asked.blocks
-        self._miss_explainer.recent_requests.add(asked)
+        request = self._request
+        request.clock, request.time = clock, time
+        self._prompt_blocks = request.blocks
+        self._miss_explainer.recent_requests.add(request)
         if self._miss_explainer.on_request is not None:
-            self._miss_explainer.on_request(asked)
+            self._miss_explainer.on_request(request)
 
     def loading(self, rank: int, first_block: int, transfer: BlockTransfer) -> None:
         """Record a load. `rank`: any number, the same for successive loads of one rank."""
@@ -392,15 +399,15 @@ class MissRecord:
         if not self._admitted or self._counted:
             return False
         self._counted = True
-        asked = self._asked
+        request = self._request
         for _, first_block, transfer in self._loads:
-            if transfer.failure is not None and first_block + transfer.failure[0] < asked.found:
-                asked.found = first_block + transfer.failure[0]
-                asked.reason, asked.detail = self._failed(asked, transfer.failure[1])
-        missed = self._prompt_blocks - asked.found
-        if asked.reason and missed > 0:
-            self._counters.add("misses", reason=asked.reason)
-            self._counters.add("missed_tokens", missed * asked.block_tokens, reason=asked.reason)
+            if transfer.failure is not None and first_block + transfer.failure[0] < request.found:
+                request.found = first_block + transfer.failure[0]
+                request.reason, request.detail = self._failed(request, transfer.failure[1])
+        missed = self._prompt_blocks - request.found
+        if request.reason and missed > 0:
+            self._counters.add("misses", reason=request.reason)
+            self._counters.add("missed_tokens", missed * request.block_tokens, reason=request.reason)
         return True
 
     def loaded(self) -> tuple[int, int, float] | None:
@@ -419,10 +426,10 @@ class MissRecord:
         taken = max(first + len(load.outcomes) for _, first, load in loads)
         return taken, min(reached.values()), max(seconds.values())
 
-    def _failed(self, asked: RecentRequest, outcome: Outcome) -> tuple[str, dict[str, Any]]:
+    def _failed(self, request: RecentRequest, outcome: Outcome) -> tuple[str, dict[str, Any]]:
         """The reason why a found block did not load."""
         reason = REASON_BY_OUTCOME.get(outcome.value)
-        asked.fate = fate = self._miss_explainer.eviction_history.find(asked.signature(asked.found))
+        request.fate = fate = self._miss_explainer.eviction_history.find(request.signature(request.found))
         if reason is None:  # it was evicted between match and load, or the tier did not have it any more
             return ("refused", {"outcome": outcome.value}) if fate is None else (fate.reason, {})
         return reason, {"outcome": outcome.value}

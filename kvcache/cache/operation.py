@@ -48,17 +48,19 @@ class BlockTransfer(Ticket):
         """
         end = None if timeout_s is None else time.monotonic() + timeout_s
 
-        def left() -> float | None:
+        def remaining() -> float | None:
             return None if end is None else max(0.0, end - time.monotonic())
 
         with self._changed:
-            if not self._changed.wait_for(lambda: not self._left or self._begun == len(self._outcomes), left()):
+            if not self._changed.wait_for(
+                lambda: not self._unsettled or self._begun == len(self._outcomes), remaining()
+            ):
                 return False
             copies = list(self._copies)
         try:
-            return all(copy.wait_layer(layer, left()) for copy in copies)
+            return all(copy.wait_layer(layer, remaining()) for copy in copies)
         except Exception:  # noqa: BLE001  the device failed, and the transfer reports it
-            return self.wait(left())
+            return self.wait(remaining())
 
     def settle_run(self, first: int, end: int, outcome: Outcome) -> None:
         """Set this outcome for each of these blocks that has none yet."""
@@ -66,8 +68,8 @@ class BlockTransfer(Ticket):
             for i in range(first, end):
                 if not self._outcomes[i].settled:
                     self._outcomes[i] = outcome
-                    self._left -= 1
-            if not self._left:
+                    self._unsettled -= 1
+            if not self._unsettled:
                 self._changed.notify_all()
 
     def settle_rest(self, first: int, outcome: Outcome) -> None:

@@ -62,7 +62,7 @@ class Pin:
     until: float  # the same on the clock of `OsEnv`
     claim: Holds.Claim = field(default_factory=list)
 
-    def told(self) -> dict[str, Any]:
+    def describe(self) -> dict[str, Any]:
         return {
             "pin": self.id,
             "namespace": self.namespace.hex(),
@@ -201,7 +201,7 @@ class Pins:
             BlockRun(run.shard_key, bytes(run.part(i, i + 1).signatures)) for run in runs for i in range(run.blocks)
         }
 
-    def left(self) -> list[dict[str, Any]]:
+    def export(self) -> list[dict[str, Any]]:
         """The pins, for the next process."""
         self.sweep()
         with self._lock:
@@ -227,7 +227,7 @@ class Pins:
         with self._lock:
             self.last = max(self.last, last)
 
-    def recall(self, left: Mapping[str, Any]) -> None:
+    def restore(self, exported: Mapping[str, Any]) -> None:
         """Continue a pin of the previous process with the blocks that are cached, unless it has ended.
 
         Blocks that are missing are logged.
@@ -235,27 +235,30 @@ class Pins:
         Raises:
             Exception: of any type, if the data is invalid.
         """
-        numbers = [left[name] for name in ("pin", "blocks", "wanted", "block_tokens")]
+        numbers = [exported[name] for name in ("pin", "blocks", "wanted", "block_tokens")]
         runs = [
-            (BlockRun(shard_key, signatures), payload_bytes) for shard_key, signatures, payload_bytes in left["runs"]
+            (BlockRun(shard_key, signatures), payload_bytes)
+            for shard_key, signatures, payload_bytes in exported["runs"]
         ]
         sizes = [payload_bytes for _, payload_bytes in runs]
         if any(type(number) is not int or number < 1 for number in (*numbers, *sizes)) or not runs:
             raise ValueError(f"a pin of {numbers}, payloads of {sizes}")
         number, blocks, requested, tokens = numbers
-        namespace_id, signature = bytes(left["namespace"]), bytes(left["signature"])
-        seconds = float(left["ends"]) - self._clock.wall()
+        namespace_id, signature = bytes(exported["namespace"]), bytes(exported["signature"])
+        seconds = float(exported["ends"]) - self._clock.wall()
         with self._lock:
             self.last = max(self.last, number)
             if not 0 < seconds <= MAX_PIN_S:
                 return
             until = self._clock.now() + seconds
-            pin = Pin(number, namespace_id, signature, blocks, requested, tokens, runs, {}, float(left["ends"]), until)
+            pin = Pin(
+                number, namespace_id, signature, blocks, requested, tokens, runs, {}, float(exported["ends"]), until
+            )
             fits = number not in self._pins and len(self._pins) < MAX_PINS
             held_blocks = pin.blocks if fits and self._keep(pin) else 0
         if held_blocks < blocks:
-            here, told = held_blocks * tokens, blocks * tokens
-            _log.warning("pin %d: previous process held %d tokens, %d continue", number, told, here)
+            continued, pinned = held_blocks * tokens, blocks * tokens
+            _log.warning("pin %d: previous process held %d tokens, %d continue", number, pinned, continued)
 
     def held_bytes(self) -> dict[str, int]:
         self.sweep()

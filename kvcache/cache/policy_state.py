@@ -77,7 +77,7 @@ class PolicyState:
             file.close()
         self._counters.add("policy_states", result=result)
 
-    def recall(self, data: bytes) -> None:
+    def restore(self, data: bytes) -> None:
         """Load the state that an earlier process handed over, if no file is configured."""
         if self._path is None:
             self._counters.add("policy_states", result=self._take(data))
@@ -92,19 +92,24 @@ class PolicyState:
             return "damaged"
         try:
             state, _, rows = body.partition(b"\n")
-            told = json.loads(state)
-            used = list(LAST_USE.iter_unpack(b64decode(told.get("used", ""))))
+            state_fields = json.loads(state)
+            used = list(LAST_USE.iter_unpack(b64decode(state_fields.get("used", ""))))
             if not all(isfinite(last) for _, last in used):
                 raise ValueError("invalid time")
-            self._usage_log.recall(used)
-            if [told.get(name) for name in ("policy", "bounds", "gaps", "edges")] != _policy_shape(self._index.policy):
+            self._usage_log.restore(used)
+            if [state_fields.get(name) for name in ("policy", "bounds", "gaps", "edges")] != _policy_shape(
+                self._index.policy
+            ):
                 return "foreign"
             shape = self._index.evidence().reused.shape
-            reused, forgotten = _unpack_counts(told["reused"], shape), _unpack_counts(told["forgotten"], shape)
+            reused, forgotten = (
+                _unpack_counts(state_fields["reused"], shape),
+                _unpack_counts(state_fields["forgotten"], shape),
+            )
             if rows:
                 self._index.import_state(rows)
                 forgotten = np.maximum(forgotten - self._index.evidence().waiting, 0)  # these wait as rows of their own
-            self._cost_classes.recall(told["kinds"])
+            self._cost_classes.restore(state_fields["kinds"])
             self._index.learn(reused, forgotten)
         except Exception as error:  # noqa: BLE001  boundary to foreign data: intact, but written by another version
             _log.warning(
@@ -151,7 +156,7 @@ class PolicyState:
         disk.rename(temporary, path)
         disk.sync_directory(str(self._directory))
 
-    def told(self, *, waiting: bool = True) -> bytes:
+    def export(self, *, waiting: bool = True) -> bytes:
         """The contents of the file.
 
         Not `waiting`: without waiting blocks, for a process that gets them in another way.
@@ -164,16 +169,16 @@ class PolicyState:
         Rows are never copied: other threads would wait while Python copies 16 MiB.
         """
         policy, evidence = self._index.policy, self._index.evidence()
-        told: dict[str, Any] = {
+        state_fields: dict[str, Any] = {
             **dict(zip(("policy", "bounds", "gaps", "edges"), _policy_shape(policy), strict=True)),
             "reused": _pack_counts(evidence.reused),
             "forgotten": _pack_counts(evidence.forgotten + (evidence.waiting if waiting else 0)),
-            "used": b64encode(b"".join(LAST_USE.pack(*row) for row in self._usage_log.told(MAX_NAMESPACES))).decode(),
+            "used": b64encode(b"".join(LAST_USE.pack(*row) for row in self._usage_log.export(MAX_NAMESPACES))).decode(),
             "kinds": [],
         }
-        room = MAX_JSON_BYTES - len(json.dumps(told)) - 128
-        told["kinds"] = self._cost_classes.told(room)
-        state = json.dumps(told, separators=(",", ":")).encode() + b"\n"
+        max_bytes = MAX_JSON_BYTES - len(json.dumps(state_fields)) - 128
+        state_fields["kinds"] = self._cost_classes.export(max_bytes)
+        state = json.dumps(state_fields, separators=(",", ":")).encode() + b"\n"
         rows = self._index.export_state(MAX_ROWS) if waiting else b""
         checksum = sha256(state)
         checksum.update(rows)

@@ -24,20 +24,20 @@ class ByteBudget:
     """
 
     def __init__(self, max_bytes: int) -> None:
-        self._left = max_bytes
+        self._remaining_bytes = max_bytes
         self._lock = threading.Lock()
 
     def take(self, size_bytes: int) -> bool:
         with self._lock:
-            if size_bytes > self._left:
+            if size_bytes > self._remaining_bytes:
                 return False
-            self._left -= size_bytes
+            self._remaining_bytes -= size_bytes
             return True
 
     def release(self, size_bytes: int) -> None:
         """Return bytes that were taken and will not be read."""
         with self._lock:
-            self._left += size_bytes
+            self._remaining_bytes += size_bytes
 
 
 class Prefetcher:
@@ -47,7 +47,7 @@ class Prefetcher:
 
     Args:
         packed: the chain's signatures, from its first block.
-        room: a shared byte limit, or None.
+        budget: a shared byte limit, or None.
         ends: returns True to stop; called now and then.
         most_blocks: the most blocks of the chain.
     """
@@ -56,14 +56,14 @@ class Prefetcher:
         self,
         handle: CacheNamespace,
         packed: bytes,
-        room: ByteBudget | None,
+        budget: ByteBudget | None,
         ends: Callable[[], bool],
         *,
         most_blocks: int = ALL_BLOCKS,
     ) -> None:
         self._most_blocks = most_blocks
         self._context, self._tier_manager = handle.context, handle.tier_manager
-        self._handle, self._packed, self._room, self._ends = handle, packed, room, ends
+        self._handle, self._packed, self._budget, self._ends = handle, packed, budget, ends
         self.blocks = self.bytes = 0  # prefetched
         self.full = False  # the byte limit or host memory had no space for the rest
 
@@ -102,7 +102,7 @@ class Prefetcher:
                     (chain[i], chain.payload_bytes) for i, mask in zip(part, masks, strict=True) if not mask & 1
                 ]
             size = sum(payload for _, payload in lower_tier_blocks)
-            if self._room is not None and not self._room.take(size):
+            if self._budget is not None and not self._budget.take(size):
                 self.full = True
                 return False
             reads = tier_manager.promoter.begin(
@@ -126,6 +126,6 @@ class Prefetcher:
             whole, self.full = False, self.full or outcome is Outcome.NO_CAPACITY
             if isinstance(read, InflightRead) and not read.outcome.settled:
                 patience_s = 0.0
-            elif self._room is not None:
-                self._room.release(size)
+            elif self._budget is not None:
+                self._budget.release(size)
         return whole

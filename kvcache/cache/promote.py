@@ -51,7 +51,7 @@ class Promoter:
     def begin(
         self,
         wanted: Sequence[tuple[Address, int]],
-        room: SlotSource,
+        slot_source: SlotSource,
         *,
         priority: int,
         deadline: float | None,
@@ -70,7 +70,7 @@ class Promoter:
                 for (address, _), mask in zip(wanted, masks, strict=True)
             ]
             sizes = Counter(size for (_, size), new in zip(wanted, fresh, strict=True) if new)
-            slots = {size: iter(room(count, size)) for size, count in sizes.items()}
+            slots = {size: iter(slot_source(count, size)) for size, count in sizes.items()}
             for (address, payload_bytes), mask in zip(wanted, masks, strict=True):
                 read = self._inflight_reads.get(address.name)
                 if read is None:

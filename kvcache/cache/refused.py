@@ -41,15 +41,17 @@ class Tally:
         self.counts[namespace] = self.counts.get(namespace, 0) + blocks
 
 
-def since(now: Mapping[bytes, int], before: dict[bytes, int], scope: Scope | None, *, anybodys: bool) -> int:
+def since(
+    now: Mapping[bytes, int], before: dict[bytes, int], scope: Scope | None, *, include_unattributed: bool
+) -> int:
     """Blocks in the caller's scope that are not in `before` yet; adds them to it.
 
-    `anybodys`: count those under ANY as the caller's. A loss may then be reported to one caller too many, but always to
-    one.
+    `include_unattributed`: count those under ANY as the caller's. A loss may then be reported to more than one caller,
+    but always to one.
     """
     blocks = 0
     for namespace, count in now.items():
-        if scope is None or (anybodys if namespace == ANY else scope(namespace)):
+        if scope is None or (include_unattributed if namespace == ANY else scope(namespace)):
             blocks += max(0, count - before.get(namespace, 0))
             before[namespace] = count
     return blocks

@@ -451,24 +451,24 @@ class CacheRequest:
         elif first:  # skipped blocks only
             self._context.plan.settle_rest(choice)
 
-    def _prefetch(self, stamp: int, first: int, end: int, room: int, priority: int) -> None:
-        """Start to read those of blocks `first` to `end` that only lower tiers have, at most `room` bytes."""
+    def _prefetch(self, stamp: int, first: int, end: int, max_bytes: int, priority: int) -> None:
+        """Start to read those of blocks `first` to `end` that only lower tiers have, at most `max_bytes` bytes."""
         context, tier_manager = self._context, self._tier_manager
-        ahead = []
+        missing = []
         needs = [range(max(first, need.start), need.stop) for need in wanted(self._handle.layout, end)]
         for ref in self._handle.all_shards:
             chain, need = self._chained(ref), needs[ref.group]
             run = BlockRun(ref.key, self.chain.packed).part(need.start, need.stop)
             masks = np.frombuffer(context.index.tier_masks(run), np.uint8)
             for i in np.flatnonzero((masks != 0) & (masks & 1 == 0)):
-                room -= chain.payload_bytes
-                if room < 0:
+                max_bytes -= chain.payload_bytes
+                if max_bytes < 0:
                     break
-                ahead.append((chain[need.start + int(i)], chain.payload_bytes))
-        if ahead:
+                missing.append((chain[need.start + int(i)], chain.payload_bytes))
+        if missing:
             tenant = self._handle.tenant
             tier_manager.promoter.begin(
-                ahead,
+                missing,
                 lambda count, size: tier_manager.slots(count, size, tenant, before=stamp),
                 priority=priority,
                 deadline=context.os_env.clock.now() + self._deadline_s,

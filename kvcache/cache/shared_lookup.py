@@ -48,23 +48,23 @@ class PendingLookup:
     ) -> None:
         """`chains` and `needs` by group. Blocks before `first` are known."""
         self.chains, self.needs, self.first, self.deadline = chains, needs, first, deadline
-        self._left, self._os_env = tiers, os_env
+        self._unanswered, self._os_env = tiers, os_env
         self._answer = "nothing"
         self._lock = threading.Lock()
 
     @property
     def pending(self) -> bool:
         """Whether a tier may still answer in time. Found blocks are in the index before this turns False."""
-        return self._left > 0 and self._os_env.clock.now() < self.deadline
+        return self._unanswered > 0 and self._os_env.clock.now() < self.deadline
 
     @property
     def answer(self) -> str:
         """The result, as in the table of reasons."""
-        return "late" if self._left else self._answer
+        return "late" if self._unanswered else self._answer
 
     def answered(self, answer: str) -> None:
         with self._lock:
-            self._left -= 1
+            self._unanswered -= 1
             if self._answer != "found":
                 self._answer = answer
 

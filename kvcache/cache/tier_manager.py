@@ -11,7 +11,7 @@ from kvcache.block.chain import SIGNATURE_BYTES
 from kvcache.block.record import record_bytes
 from kvcache.cache.api import FlushReport
 from kvcache.cache.context import CacheContext
-from kvcache.cache.flush import Barrier, Counts, Left, Stores, Watch, settled
+from kvcache.cache.flush import Barrier, Counts, Remaining, Stores, Watch, settled
 from kvcache.cache.promote import Promoter
 from kvcache.cache.refused import Scope
 from kvcache.cache.write_back import WriteBackQueue
@@ -246,7 +246,7 @@ class TierManager:
 
     def settle(self, timeout_s: float | None = None, *, first: Sequence[Wait] = ()) -> bool:
         """Whether all current writes to lower tiers have ended in time, successful or not. `first`: as in `flush`."""
-        remaining_s = self._left(timeout_s)
+        remaining_s = self._remaining(timeout_s)
         return (
             all(wait(remaining_s()) for wait in first)
             and not self._wait_begun(remaining_s)
@@ -278,13 +278,13 @@ class TierManager:
             fleet: reports only shared tiers, and of the blocks that they refused only those used since the watch's last
                 report. A caller that asks whether other nodes can read its blocks needs only these.
         """
-        watch, remaining_s = watch or self.watch(anew=True), self._left(timeout_s)
+        watch, remaining_s = watch or self.watch(anew=True), self._remaining(timeout_s)
         faults = [] if all(wait(remaining_s()) for wait in first) else ["stores that clients have begun have not ended"]
         faults += self._wait_begun(remaining_s)
         return self._flush(remaining_s, watch, scope, fleet=fleet, fault="; ".join(faults))
 
     def _flush(
-        self, remaining_s: Left, watch: Watch, scope: Scope | None, *, fleet: bool, fault: str = ""
+        self, remaining_s: Remaining, watch: Watch, scope: Scope | None, *, fleet: bool, fault: str = ""
     ) -> FlushReport:
         """Write the intended blocks to the tiers and report the result."""
         write_back_queues = [
@@ -306,12 +306,12 @@ class TierManager:
             watch.clock = self._index.clock
         return FlushReport(tiers, fault)
 
-    def _left(self, timeout_s: float | None) -> Left:
+    def _remaining(self, timeout_s: float | None) -> Remaining:
         clock = self._os_env.clock
         end = None if timeout_s is None else clock.now() + timeout_s
         return lambda: None if end is None else max(0.0, end - clock.now())
 
-    def _wait_begun(self, remaining_s: Left) -> list[str]:
+    def _wait_begun(self, remaining_s: Remaining) -> list[str]:
         """Wait for stores in progress and removals of expired blocks; the reasons where time ran out."""
         if stores := self._stores.wait(remaining_s()):
             return [f"{stores} stores have not ended"]
@@ -329,7 +329,7 @@ class TierManager:
         self._context.shared_lookup.close()
         self.promoter.wait_idle()
         # a hung store has stored nothing, so it is not awaited
-        report = self._flush(self._left(CLOSE_S), watch, None, fleet=False)
+        report = self._flush(self._remaining(CLOSE_S), watch, None, fleet=False)
         for queue in self.write_back_queues:
             if len(queue):
                 queue.give_up()

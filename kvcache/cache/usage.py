@@ -78,15 +78,15 @@ class NamespaceUsage:
         counted: dict[bytes, dict[str, TierUsage]] = {}
         sizes = self._sizes()
         for tier in self._tiers:
-            told = tier.usage_by_namespace()
-            if told is None:
+            by_namespace = tier.usage_by_namespace()
+            if by_namespace is None:
                 for shard_key, records in self._index.records_by_shard(tier.name).items():
                     of_namespace = counted.setdefault(shard_key[:SIGNATURE_BYTES], {})
                     previous = of_namespace.get(tier.name, TierUsage(0, 0))
                     size = record_bytes(sizes[shard_key]) if shard_key in sizes and not tier.shared else 0
                     of_namespace[tier.name] = TierUsage(previous.records + records, previous.bytes + records * size)
             else:
-                for namespace, (records, size) in told.items():
+                for namespace, (records, size) in by_namespace.items():
                     counted.setdefault(namespace, {})[tier.name] = TierUsage(records, size)
         return counted
 
@@ -164,17 +164,17 @@ class UsageLog:
         with self._lock:
             return {name: _copy_row(use) for name, use in self._agents.rows.items()}
 
-    def told(self, most: int) -> list[tuple[bytes, float]]:
+    def export(self, most: int) -> list[tuple[bytes, float]]:
         """The most recently used namespaces and the time of their use, oldest first, to save."""
         with self._lock:
             rows = self._namespaces.rows
             return [(name, use.last) for name, use in islice(rows.items(), max(0, len(rows) - most), None)]
 
-    def recall(self, told: Iterable[tuple[bytes, float]]) -> None:
+    def restore(self, exported: Iterable[tuple[bytes, float]]) -> None:
         """Restore saved rows, at start, before any use."""
         now = self._clock.wall()
         with self._lock:
-            for name, last in told:
+            for name, last in exported:
                 self._namespaces.touch(name, min(last, now))
 
     def forget(self, namespace: bytes) -> None:

@@ -88,8 +88,8 @@ def export_state(cache: Cache, within_s: float, most: int | None = None) -> tupl
         "places": list(shard_keys),
         "extents": [slab_info for _, slab_info, _ in exported],
         "owners": {space: owner.pack() for space, owner in cache.erasure.owned().items()},
-        "learnt": cache.policy_state.told(waiting=False),  # the waiting blocks are part of the table itself
-        "pins": pins.left(),
+        "learnt": cache.policy_state.export(waiting=False),  # the waiting blocks are part of the table itself
+        "pins": pins.export(),
         "last_pin": pins.last,
         "life": cache.life if cache.flush(0) else "",
     }
@@ -125,7 +125,7 @@ class WarmRestart:
     def __init__(self, table: bytes, descriptors: Sequence[int]) -> None:
         """Read the table. A table that is invalid or of another version is logged and leaves this object empty."""
         self._descriptors = list(descriptors)
-        self._told: dict[str, Any] = {}
+        self._exported: dict[str, Any] = {}
         self.capacity_bytes = 0
         """Of the earlier process's arena; 0 if unknown."""
         try:
@@ -138,7 +138,7 @@ class WarmRestart:
             if len(exported["extents"]) != len(self._descriptors):
                 raise ValueError(f"{len(exported['extents'])} extents, {len(self._descriptors)} came")
             self.capacity_bytes = int(exported["capacity_bytes"])
-            self._told = exported
+            self._exported = exported
         except Exception as error:  # noqa: BLE001  boundary to foreign data; the drive has its records
             _log.warning("host memory is not taken over: cause=%s", str(error))
             self.close()
@@ -151,16 +151,16 @@ class WarmRestart:
 
     def take_in(self, cache: Cache) -> int:
         """Adopt the slabs; the number of records now in host memory. Call it before the cache's first request."""
-        if not self._told:
+        if not self._exported:
             return 0
-        exported, self._told = self._told, {}
+        exported, self._exported = self._exported, {}
         descriptors, self._descriptors = self._descriptors, []
         records = 0
         try:
             alike = exported["policy"] == _policy_shape(cache.index.policy)
             cache.index.advance_clock(min(int(exported["clock"]), MAX_RESTORED_REQUESTS))
-            cache.erasure.recall({space: Owner.read(owner) for space, owner in exported["owners"].items()})
-            cache.policy_state.recall(exported["learnt"])
+            cache.erasure.restore({space: Owner.read(owner) for space, owner in exported["owners"].items()})
+            cache.policy_state.restore(exported["learnt"])
             while descriptors:
                 slab_info = exported["extents"][-len(descriptors)]
                 try:  # a fault in one slab does not affect the others
@@ -169,7 +169,7 @@ class WarmRestart:
                     _log.warning("an extent of host memory is not taken over: cause=%s", str(error))
             for pin in exported.get("pins", ()):
                 try:
-                    cache.pins.recall(pin)
+                    cache.pins.restore(pin)
                 except Exception as error:  # noqa: BLE001  boundary to foreign data
                     _log.warning("a pin is not taken over: cause=%s", str(error))
             cache.pins.resume_after(int(exported.get("last_pin", 0)))
@@ -192,7 +192,7 @@ def _adopt_slab(
     except Exception:
         os.close(descriptor)
         raise
-    region = Region(size, left=descriptor)
+    region = Region(size, inherited=descriptor)
     slot_bytes, generations = slab_info["slot_bytes"], array("Q", slab_info["generations"])
     if type(slot_bytes) is not int or slot_bytes < PAGE_BYTES or len(generations) != region.bytes // slot_bytes:
         raise ValueError(f"slots of {slot_bytes!r:.20} bytes, {len(generations)} generations")
@@ -205,7 +205,7 @@ def _adopt_slab(
         _row_address(row, shard_keys) for row in rows[["place", "signature", "parent", "parent_known"]].tolist()
     ]
     numbers, sizes, ends = (rows[name].tolist() for name in ("slot", "bytes", "expires_ms"))
-    slab = Slab(region, slot_bytes, str(slab_info["tenant"]), left=True)
+    slab = Slab(region, slot_bytes, str(slab_info["tenant"]), inherited=True)
     admitted = cache.host.adopt(slab, list(zip(numbers, addresses, sizes, ends, strict=True)))
     adopted = {address.name for address in admitted}
     index, tier, now = cache.index, cache.host.name, cache.index.clock

@@ -192,8 +192,8 @@ class WriteBackQueue:
         heads = self.heads(address)
         with self._changed:
             new = [a for a in (*(heads or ()), address) if a.name not in self._names]
-            room = heads is not None and len(self._names) + len(new) <= self.queue_blocks
-            taken = room and self.victim_buffer.take(held)
+            fits = heads is not None and len(self._names) + len(new) <= self.queue_blocks
+            taken = fits and self.victim_buffer.take(held)
             if taken:
                 self._names.update((a.name, a.namespace) for a in new)
                 self._queue += new
@@ -393,22 +393,22 @@ class WriteBackQueue:
         """
         kept: list[PendingWrite] = []
         lacking: set[str] = set()
-        room: dict[int, int] = {}  # by size, as the tier counts it: without the records of this batch
+        free_slots: dict[int, int] = {}  # by size, as the tier counts it: without the records of this batch
         for i, (held, encoded_record) in enumerate(pending):
             tenant, size = held.slot.slab.tenant, sum(map(len, encoded_record))
-            if size not in room:
-                room[size] = self.tier.room(size)
+            if size not in free_slots:
+                free_slots[size] = self.tier.free_slots(size)
             futile_bytes = 0  # bytes evicted since the space last grew
-            while room[size] <= len(kept) and tenant not in lacking:
+            while free_slots[size] <= len(kept) and tenant not in lacking:
                 stamp = self._index.stamp(held.address)
                 same_size = sum(1 for h, f in pending[i:] if sum(map(len, f)) == size and h.slot.slab.tenant == tenant)
                 victims = self._cost_classes.evict(
                     self.tier.name, min(same_size, MAX_VICTIMS_PER_CALL), tenant=tenant, before=stamp
                 )
                 freed = self._leave([victim.address for victim in victims], size, tenant) if victims else 0
-                found = self.tier.room(size)
-                futile_bytes = 0 if found > room[size] else futile_bytes + freed
-                room = {size: found}
+                found = self.tier.free_slots(size)
+                futile_bytes = 0 if found > free_slots[size] else futile_bytes + freed
+                free_slots = {size: found}
                 if not freed or futile_bytes > self.tier.usage().capacity_bytes // FUTILE_EVICTION_DIVISOR:
                     lacking.add(tenant)
             if tenant in lacking:
@@ -439,10 +439,10 @@ class WriteBackQueue:
         If that adds no space for `size`, all colocated records of the first one are removed too, within quotas. A tier
         that cannot write may also fail to remove records. Those that it keeps stay in the index, and the eviction ends.
         """
-        room, used = self.tier.room(size), self.tier.usage().used_bytes
+        free_slots, used = self.tier.free_slots(size), self.tier.usage().used_bytes
         names = {address.name for address in victims}
         colocated = [a for a in self.tier.colocated(victims[0]) if a.name not in names]
-        if self._remove(victims) and self.tier.room(size) == room:
+        if self._remove(victims) and self.tier.free_slots(size) == free_slots:
             evictable = self._cost_classes.evictable(self.tier.name, colocated, tenant)
             self._remove([a for a in evictable if self._index.discard(a, self.tier.name, unless_held=True)])
         return used - self.tier.usage().used_bytes

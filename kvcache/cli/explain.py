@@ -136,8 +136,8 @@ def describe_story(story: MissStory, decode: Decode | None) -> Iterator[str]:
     from kvcache.observe.reasons import meaning
 
     tokens, space = story["block_tokens"], story["namespace"]
-    whose = "".join(f" of {name} {story[name]}" for name in ("agent", "session") if name in story)
-    request = f"Request {story['request']}{whose}, {_ago(story['ago_s'])}"
+    origin = "".join(f" of {name} {story[name]}" for name in ("agent", "session") if name in story)
+    request = f"Request {story['request']}{origin}, {_ago(story['ago_s'])}"
     who = request if story["request"] else "This prompt, looked up now"
     yield f"{who}, model {space.get('model', '?')} (namespace {space['id'][:8]})."
     found = story["found_blocks"] * tokens

@@ -69,13 +69,13 @@ def prune(
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
     with _opened(config) as tier:
-        gone = tier.inspector.prune(older_s=older_s, max_bytes=max_bytes, expired=expired, dry_run=dry_run)
+        pruned = tier.inspector.prune(older_s=older_s, max_bytes=max_bytes, expired=expired, dry_run=dry_run)
     if as_json or output is OutputFormat.json:
-        print_json({"packs": gone.packs, "bytes": gone.size_bytes, "oldest_s": gone.oldest_s, "dry_run": dry_run})
+        print_json({"packs": pruned.packs, "bytes": pruned.size_bytes, "oldest_s": pruned.oldest_s, "dry_run": dry_run})
         return
     print_table(
         ("objects", "bytes", "oldest"),
-        [(f"{gone.packs:,}", show_bytes(gone.size_bytes), show_seconds(gone.oldest_s) if gone.packs else "")],
+        [(f"{pruned.packs:,}", show_bytes(pruned.size_bytes), show_seconds(pruned.oldest_s) if pruned.packs else "")],
     )
     if dry_run:
         print("\ndry run: nothing was removed; without --dry-run these are removed")

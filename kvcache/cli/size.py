@@ -103,13 +103,13 @@ def sizes(
         "weights_bytes": weights_bytes,
         "fit": {
             tier: {
-                "capacity_bytes": room,
-                "contexts": max(0, room - (weights_bytes or 0)) // context_bytes
+                "capacity_bytes": capacity,
+                "contexts": max(0, capacity - (weights_bytes or 0)) // context_bytes
                 if tier == "hbm"
-                else room // records_bytes,
+                else capacity // records_bytes,
             }
-            for tier, room in capacity_bytes.items()
-            if room is not None
+            for tier, capacity in capacity_bytes.items()
+            if capacity is not None
         },
     }
 

@@ -198,13 +198,13 @@ def describe_report(report: FlushReport) -> dict[str, Any]:
 
 def read_report(encoded: Mapping[str, Any]) -> FlushReport:
     """Return a flush's reply as a report. A daemon of an earlier version replies only with `done`."""
-    told = encoded.get("report")
-    if told is None:
+    report = encoded.get("report")
+    if report is None:
         return FlushReport(fault="" if encoded["done"] else "the daemon has an earlier version, which gives no reason")
     try:
         names = [each.name for each in fields(TierFlush)]
-        tiers = {name: TierFlush(**{n: tier[n] for n in names if n in tier}) for name, tier in told["tiers"].items()}
-        return FlushReport(tiers, str(told["fault"]))
+        tiers = {name: TierFlush(**{n: tier[n] for n in names if n in tier}) for name, tier in report["tiers"].items()}
+        return FlushReport(tiers, str(report["fault"]))
     except (TypeError, KeyError, AttributeError) as error:
         raise ProtocolError(f"the flush report is invalid: {error!r:.120}") from None
 

@@ -96,8 +96,8 @@ class SlabMappings:
                 raise ProtocolError(f"{len(slabs)} extents with {len(descriptors)} descriptors")
             for (number, slot_bytes, size_bytes, writable), descriptor in zip(slabs, descriptors, strict=True):
                 with self._lock:
-                    there = self._by_number.get(number)
-                    if there is None or (writable and not there.writable):
+                    mapped = self._by_number.get(number)
+                    if mapped is None or (writable and not mapped.writable):
                         made = SlabMapping(descriptor, slot_bytes, size_bytes, writable=bool(writable))
                         self._by_number[number] = made
                         self._background(made.touch)

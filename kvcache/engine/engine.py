@@ -185,10 +185,10 @@ class Engine:
         if not prompt:
             raise TokenError("an empty prompt: give at least one token")
         if len(prompt) >= self.max_tokens:
-            whose = "the model's context"
+            limit_name = "the model's context"
             if self.max_tokens < self.model.max_tokens:
-                whose = "the capacity of the page pool (give the engine more pages)"
-            raise TokenError(f"a prompt of {len(prompt)} tokens: {self.max_tokens}, answer included, is {whose}")
+                limit_name = "the capacity of the page pool (give the engine more pages)"
+            raise TokenError(f"a prompt of {len(prompt)} tokens: {self.max_tokens}, answer included, is {limit_name}")
         if max(prompt) >= self.model.vocab_size:
             raise TokenError(f"token id {max(prompt)}: the model's vocabulary ends at {self.model.vocab_size - 1}")
         return prompt
@@ -252,8 +252,8 @@ class Engine:
         text = self._decode(sequence.answer)
         return any(stop in text for stop in params.stop)
 
-    def _finish(self, sequence: Sequence, why: FinishReason) -> None:
-        self._scheduler.finish(sequence, why)
+    def _finish(self, sequence: Sequence, reason: FinishReason) -> None:
+        self._scheduler.finish(sequence, reason)
         sequence.total_s = self._clock.now() - sequence.added_s
 
     def _wait(self) -> None:

@@ -95,12 +95,12 @@ class Scheduler:
         self.active.remove(sequence)
         insort(self.waiting, sequence, key=_arrival)
 
-    def finish(self, sequence: Sequence, why: FinishReason) -> None:
+    def finish(self, sequence: Sequence, reason: FinishReason) -> None:
         """Remove a sequence in any state, and release what it holds."""
         (self.waiting if sequence.state is SequenceState.WAITING else self.active).remove(sequence)
         self._prefix.close(sequence)
         sequence.state = SequenceState.FINISHED
-        sequence.finish = why
+        sequence.finish = reason
 
     def check(self) -> list[str]:
         """Audit the scheduler; return one line for each fault."""

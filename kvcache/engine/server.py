@@ -115,13 +115,13 @@ class Server:
 async def _while_connected(request: Request, futures: list[Future[RequestOutput]]) -> list[RequestOutput] | None:
     """Return the results, or None once the client has disconnected."""
     work = asyncio.gather(*map(asyncio.wrap_future, futures))
-    gone = asyncio.ensure_future(_disconnect(request))
-    either: set[asyncio.Future[Any]] = {work, gone}
+    disconnected = asyncio.ensure_future(_disconnect(request))
+    either: set[asyncio.Future[Any]] = {work, disconnected}
     try:
         await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
         return await work if work.done() else None
     finally:
-        gone.cancel()
+        disconnected.cancel()
         work.cancel()
 
 

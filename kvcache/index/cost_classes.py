@@ -130,9 +130,9 @@ class CostClasses:
                 return number
         return None
 
-    def told(self, max_bytes: int) -> list[list[Any]]:
+    def export(self, max_bytes: int) -> list[list[Any]]:
         """Classes to save: shard key, tenant, model and bytes of each, as many rows as fit into `max_bytes`."""
-        told: list[list[Any]] = []
+        rows: list[list[Any]] = []
         with self._lock:
             for shard_key, number in reversed(self._class_of_shard.items()):
                 cost_class = self._classes[number]
@@ -148,13 +148,13 @@ class CostClasses:
                 max_bytes -= len(json.dumps(row)) + 1
                 if max_bytes < 0:
                     break
-                told.append(row)
-        return told
+                rows.append(row)
+        return rows
 
-    def recall(self, told: Sequence[Sequence[Any]]) -> None:
+    def restore(self, rows: Sequence[Sequence[Any]]) -> None:
         """Restore saved classes that have the same number of tiers. Raises before any change."""
         accepted = []
-        for shard_key_hex, (tenant, name, block_tokens), block_bytes, record_bytes in told:
+        for shard_key_hex, (tenant, name, block_tokens), block_bytes, record_bytes in rows:
             sizes, shard_key = (block_tokens, *block_bytes, *record_bytes), bytes.fromhex(shard_key_hex)
             if (
                 not all(type(size) is int and 0 < size <= MAX_RESTORED_SIZE for size in sizes)

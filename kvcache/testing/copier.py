@@ -65,49 +65,49 @@ class CopierContract:
     @pytest.mark.parametrize("order", ORDERS, ids="-".join)
     def test_elements_stand_in_the_order_of_the_layout(self, copier: Copier, order: tuple[str, ...]) -> None:
         layout = self.layout(order)
-        there, ids = self.place(layout), [7, 0, 3]
-        values = np.random.default_rng(1).standard_normal(there.read().shape, np.float32)
-        there.write(values)
+        pages, ids = self.place(layout), [7, 0, 3]
+        values = np.random.default_rng(1).standard_normal(pages.read().shape, np.float32)
+        pages.write(values)
         buffers = [memoryview(bytearray(layout.block_bytes())) for _ in ids]
-        assert copier.gather(there.described, ids, buffers, after=copier.mark()).wait(30)
+        assert copier.gather(pages.described, ids, buffers, after=copier.mark()).wait(30)
         turned = [CANONICAL_ORDERS["mha"].index(axis) for axis in order]
         for page, buffer in zip(ids, buffers, strict=True):
             assert bytes(buffer) == values[:, :, page].transpose(turned).tobytes()
-        there.write(np.zeros_like(values))
-        copy = copier.scatter(there.described, ids, buffers, after=copier.mark())
+        pages.write(np.zeros_like(values))
+        copy = copier.scatter(pages.described, ids, buffers, after=copier.mark())
         assert all(copy.wait_layer(layer, 30) for layer in range(3))
         assert copy.wait(30)
         assert copy.done
         expected = np.zeros_like(values)
         expected[:, :, ids] = values[:, :, ids]
-        np.testing.assert_array_equal(there.read(), expected, "other pages were touched, or these were not filled")
+        np.testing.assert_array_equal(pages.read(), expected, "other pages were touched, or these were not filled")
 
     def test_nothing_to_copy_is_done(self, copier: Copier) -> None:
-        there = self.place(self.layout())
-        for copy in (copier.gather(there.described, [], []), copier.scatter(there.described, [], [])):
+        pages = self.place(self.layout())
+        for copy in (copier.gather(pages.described, [], []), copier.scatter(pages.described, [], [])):
             assert copy.wait(30)
             assert copy.done
 
     @pytest.mark.parametrize("page", [-1, PAGES])
     def test_a_page_that_is_none_is_refused_and_nothing_is_touched(self, copier: Copier, page: int) -> None:
         layout = self.layout()
-        there = self.place(layout)
+        pages = self.place(layout)
         buffers = [memoryview(bytearray(b"\xee" * layout.block_bytes())) for _ in range(2)]
         for call in (copier.gather, copier.scatter):
             with pytest.raises(LayoutError, match="page ids"):
-                call(there.described, [0, page], buffers)
-        assert not there.read().any()
+                call(pages.described, [0, page], buffers)
+        assert not pages.read().any()
         assert set(bytes(buffers[0])) == {0xEE}
 
     def test_buffers_that_do_not_fit_are_refused(self, copier: Copier) -> None:
         layout = self.layout()
-        there = self.place(layout)
+        pages = self.place(layout)
         whole = memoryview(bytearray(layout.block_bytes()))
         for ids, buffers in (([0], [whole[:-4]]), ([0, 1], [whole]), ([0], [memoryview(bytearray(2 * len(whole)))])):
             with pytest.raises(LayoutError):
-                copier.gather(there.described, ids, buffers)
+                copier.gather(pages.described, ids, buffers)
             with pytest.raises(LayoutError):
-                copier.scatter(there.described, ids, buffers)
+                copier.scatter(pages.described, ids, buffers)
         with pytest.raises(LayoutError, match="read-only"):
-            copier.gather(there.described, [0], [whole.toreadonly()])
-        assert copier.scatter(there.described, [0], [whole.toreadonly()]).wait(30)
+            copier.gather(pages.described, [0], [whole.toreadonly()])
+        assert copier.scatter(pages.described, [0], [whole.toreadonly()]).wait(30)

@@ -77,9 +77,9 @@ class FaultyRequest(NaiveRequest):
         whole = super().load(blocks, pages, page_ids, first_block=first_block)
         for i in range(good):
             transfer.settle(i, whole.outcomes[i])
-        for there, ids in zip(pages, page_ids, strict=True):
-            anything = memoryview(b"\xff" * there.block_bytes)
-            ReferenceCopier().scatter(there, ids[good:], [anything] * (count - good))
+        for group_pages, ids in zip(pages, page_ids, strict=True):
+            anything = memoryview(b"\xff" * group_pages.block_bytes)
+            ReferenceCopier().scatter(group_pages, ids[good:], [anything] * (count - good))
         if fault != "hung":
             transfer.settle_rest(good, Outcome.DAMAGED if fault == "damaged" else Outcome.NOT_FOUND)
         return transfer
@@ -119,12 +119,12 @@ class RaisingProxy:
             if name not in {"id", "layout"}:
                 self._maybe_raise(name)
             return getattr(self._inner, name)
-        there = getattr(self._inner, name)
+        method = getattr(self._inner, name)
 
-        @wraps(there)
+        @wraps(method)
         def call(*args: Any, **named: Any) -> Any:
             self._maybe_raise(name)
-            answer = there(*args, **named)
+            answer = method(*args, **named)
             return RaisingProxy(answer, self._fails) if name in FAILING_CALLS else answer
 
         return call

@@ -99,7 +99,7 @@ class MemoryTier(TierDefaults):
         _, record = self._records.pop(name)
         self._used_bytes -= len(record)
 
-    def room(self, record_bytes: int) -> int:
+    def free_slots(self, record_bytes: int) -> int:
         return (self._capacity_bytes - self._used_bytes) // record_bytes
 
     def colocated(self, address: Address) -> list[Address]:

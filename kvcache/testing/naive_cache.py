@@ -140,8 +140,8 @@ class NaiveRequest:
         return self.signatures[block][:KEY_BYTES], group, shard or self._handle.shards[group]
 
     def _on_all_ranks(self, block: int, group: int) -> bool:
-        here = self._handle.cache.blocks
-        return all(self._name(block, group, shard) in here for shard in self._handle.all_shards[group])
+        blocks = self._handle.cache.blocks
+        return all(self._name(block, group, shard) in blocks for shard in self._handle.all_shards[group])
 
     def match(
         self,
@@ -189,13 +189,13 @@ class NaiveRequest:
         transfer = BlockTransfer(blocks - first_block)
         parts = wanted(self._handle.layout, blocks)
         for i in range(first_block, blocks):
-            for group, there in enumerate(pages):
+            for group, group_pages in enumerate(pages):
                 if i in parts[group]:
                     payload = self._handle.cache.blocks.get(self._name(i, group))
                     if payload is None:
                         transfer.settle_rest(i - first_block, Outcome.NOT_FOUND)
                         return transfer
-                    self._copier.scatter(there, [page_ids[group][i - first_block]], [memoryview(payload)])
+                    self._copier.scatter(group_pages, [page_ids[group][i - first_block]], [memoryview(payload)])
             transfer.settle(i - first_block, Outcome.DONE)
         return transfer
 
@@ -212,9 +212,9 @@ class NaiveRequest:
         )
         transfer = BlockTransfer(count)
         for i in range(count):
-            for group, there in enumerate(pages):
-                payload = bytearray(there.block_bytes)
-                self._copier.gather(there, [page_ids[group][i]], [memoryview(payload)])
+            for group, group_pages in enumerate(pages):
+                payload = bytearray(group_pages.block_bytes)
+                self._copier.gather(group_pages, [page_ids[group][i]], [memoryview(payload)])
                 name = self._name(first_block + i, group)
                 if name not in self._handle.cache.blocks and self.ttl_s is not None:
                     self._handle.cache.ends[name] = self._handle.cache.clock.wall() + self.ttl_s

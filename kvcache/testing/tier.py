@@ -168,8 +168,8 @@ class TierContract:
         assert tier.contains(blocks) == (DONE,) * 20
 
     def test_what_was_not_written_is_absent(self, tier: Tier) -> None:
-        here, other = chain(3), chain(3, seed=1)
-        write(tier, here)
+        blocks, other = chain(3), chain(3, seed=1)
+        write(tier, blocks)
         assert tier.read(other, [buffer() for _ in other]) == (NOT_FOUND,) * 3
         assert tier.contains(other) == (NOT_FOUND,) * 3
         assert tier.remove(other) == (NOT_FOUND,) * 3
@@ -283,29 +283,29 @@ class TierContract:
     # Capacity
 
     def test_room_is_what_can_be_written(self, own: Tier) -> None:
-        fit = own.room(RECORD_BYTES)
+        fit = own.free_slots(RECORD_BYTES)
         assert 0 < fit * RECORD_BYTES <= CAPACITY
         blocks = chain(fit + 3)
         outcomes = write(own, blocks)
         assert outcomes.count(DONE) == fit
         assert outcomes.count(Outcome.NO_CAPACITY) == 3
-        assert own.room(RECORD_BYTES) == 0
+        assert own.free_slots(RECORD_BYTES) == 0
         assert own.usage().records == fit
         assert own.usage().used_bytes <= own.usage().capacity_bytes
         kept = [address for address, outcome in zip(blocks, outcomes, strict=True) if outcome is DONE]
         assert intact(own, kept)
         own.remove(kept[:2])
-        assert own.room(RECORD_BYTES) == 2
+        assert own.free_slots(RECORD_BYTES) == 2
         assert write(own, chain(3, seed=1)).count(DONE) == 2
 
     def test_all_siblings_gone_makes_room_for_another_size(self, own: Tier) -> None:
-        blocks = chain(own.room(RECORD_BYTES))
+        blocks = chain(own.free_slots(RECORD_BYTES))
         write(own, blocks)
         large = 200_000
         (newcomer,) = chain(1, seed=1)
         assert write(own, [newcomer], large) == (Outcome.NO_CAPACITY,)
         remaining = list(blocks)
-        while not own.room(large + RECORD_BYTES) and remaining:
+        while not own.free_slots(large + RECORD_BYTES) and remaining:
             colocated = own.colocated(remaining[0])
             assert remaining[0] in colocated
             assert set(own.remove(colocated)) == {DONE}
@@ -320,18 +320,18 @@ class TierContract:
 
     def test_a_record_larger_than_the_tier(self, own: Tier) -> None:
         (address,) = chain(1)
-        assert own.room(2 * CAPACITY) == 0
+        assert own.free_slots(2 * CAPACITY) == 0
         assert write(own, [address], 2 * CAPACITY) == (Outcome.NO_CAPACITY,)
         assert write(own, [address]) == (DONE,)
 
     def test_usage_returns_to_nothing(self, own: Tier) -> None:
         blocks = chain(30)
-        before = own.usage(), own.room(RECORD_BYTES)
+        before = own.usage(), own.free_slots(RECORD_BYTES)
         write(own, blocks)
         assert own.usage().records == 30
         assert own.usage().used_bytes >= 30 * PAYLOAD_BYTES
         own.remove(blocks)
-        assert (own.usage(), own.room(RECORD_BYTES)) == before
+        assert (own.usage(), own.free_slots(RECORD_BYTES)) == before
 
     # Tickets
 
@@ -349,14 +349,14 @@ class TierContract:
 
     @pytest.mark.parametrize("op", ["read", "write", "contains", "remove"])
     def test_a_deadline_that_passed_is_late(self, bench: TierFixture, op: Any) -> None:
-        here, new = chain(1), chain(1, seed=1)
-        write(bench.tier, here)
-        target = new if op == "write" else here
+        blocks, new = chain(1), chain(1, seed=1)
+        write(bench.tier, blocks)
+        target = new if op == "write" else blocks
         segments = [record(target[0])] if op == "write" else [buffer()] if op == "read" else []
         ticket = bench.tier.submit(op, target, segments, deadline=bench.clock.now() - 1)
         assert ticket.wait(60)
         assert ticket.outcomes == (TIMED_OUT,)
-        assert bench.tier.contains([*here, *new]) == (DONE, NOT_FOUND)
+        assert bench.tier.contains([*blocks, *new]) == (DONE, NOT_FOUND)
         ticket = bench.tier.submit(op, target, segments, deadline=bench.clock.now() + 60)
         assert ticket.wait(60)
         assert ticket.outcomes == (DONE,)
@@ -425,7 +425,7 @@ class TierContract:
         write(bench.tier, blocks)
         bench.tier.remove(blocks[5:9])
         bench.tier.sync()
-        usage, room = bench.tier.usage(), bench.tier.room(RECORD_BYTES)
+        usage, room = bench.tier.usage(), bench.tier.free_slots(RECORD_BYTES)
         tier = bench.reopen()
         remaining = blocks[:5] + blocks[9:]
         if not tier.durable:
@@ -434,7 +434,7 @@ class TierContract:
         assert tier.contains(blocks[5:9]) == (NOT_FOUND,) * 4
         assert intact(tier, remaining)
         assert tier.usage().records == usage.records
-        assert tier.shared or (tier.usage(), tier.room(RECORD_BYTES)) == (usage, room)
+        assert tier.shared or (tier.usage(), tier.free_slots(RECORD_BYTES)) == (usage, room)
         assert set(tier.scan()) == set(remaining)
 
     def test_scan_gives_heads_before_tails(self, bench: TierFixture) -> None:

@@ -224,7 +224,7 @@ class DeadlineTicket(Ticket):
         return super().done
 
     def _check_deadline(self) -> None:
-        if self._deadline is not None and self._left and self._clock.now() > self._deadline:
+        if self._deadline is not None and self._unsettled and self._clock.now() > self._deadline:
             self._expire()
 
     def wait(self, timeout_s: float | None = None) -> bool:

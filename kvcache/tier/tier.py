@@ -75,7 +75,7 @@ class Ticket:
     def __init__(self, count: int, on_outcome: Callable[[int, Outcome], None] | None = None) -> None:
         self._outcomes = [Outcome.PENDING] * count
         self._checks: dict[int, str] = {}
-        self._left = count
+        self._unsettled = count
         self._changed = threading.Condition()
         self._on_outcome = on_outcome
         self.cancelled = False
@@ -91,7 +91,7 @@ class Ticket:
 
     @property
     def done(self) -> bool:
-        return self._left == 0
+        return self._unsettled == 0
 
     def settled(self, i: int) -> bool:
         return self._outcomes[i].settled
@@ -107,8 +107,8 @@ class Ticket:
         if self._on_outcome is not None:
             self._on_outcome(i, outcome)
         with self._changed:
-            self._left -= 1
-            if not self._left:
+            self._unsettled -= 1
+            if not self._unsettled:
                 self._changed.notify_all()
 
     def settle_many(self, first: int, outcomes: Sequence[Outcome]) -> None:
@@ -121,14 +121,14 @@ class Ticket:
             for i, outcome in new:
                 self._on_outcome(i, outcome)
         with self._changed:
-            self._left -= len(new)
-            if not self._left:
+            self._unsettled -= len(new)
+            if not self._unsettled:
                 self._changed.notify_all()
 
     def wait(self, timeout_s: float | None = None) -> bool:
         """Wait until every block is settled; False where time ran out first."""
         with self._changed:
-            return self._changed.wait_for(lambda: self._left == 0, timeout_s)
+            return self._changed.wait_for(lambda: self._unsettled == 0, timeout_s)
 
     def cancel(self) -> None:
         """Cancel: work that has not started ends as CANCELLED, work in progress ends normally."""
@@ -189,7 +189,7 @@ class Tier(Protocol):
     def contains(self, addresses: Sequence[Address]) -> tuple[Outcome, ...]: ...
     def remove(self, addresses: Sequence[Address]) -> tuple[Outcome, ...]: ...
 
-    def room(self, record_bytes: int) -> int:
+    def free_slots(self, record_bytes: int) -> int:
         """Return how many more records of this size (header area and payload) fit now."""
 
     def colocated(self, address: Address) -> list[Address]:

@@ -58,11 +58,19 @@ class TraceRecorder:
         self._thread = threading.Thread(target=self._run, name="kvcache-trace", daemon=True)
         self._thread.start()
 
-    def on_request(self, asked: RecentRequest) -> None:
+    def on_request(self, request: RecentRequest) -> None:
         if self._closed or len(self._rows) >= MAX_QUEUED_ROWS:
             self.dropped_rows += 1
             return
-        row = asked.time, asked.namespace, asked.block_tokens, asked.found, asked.packed, asked.agent, asked.session
+        row = (
+            request.time,
+            request.namespace,
+            request.block_tokens,
+            request.found,
+            request.packed,
+            request.agent,
+            request.session,
+        )
         self._rows.append(row)
         self._wake.set()
 

@@ -242,9 +242,11 @@ def price_tiers(
     found = {}
     for level in levels:
         capacity = max(1, level.capacity_bytes // block_bytes)
-        here = np.maximum(simulate(trace, policy, capacity).hits, reached)
-        time += (here - reached) * block_bytes / level.bytes_per_s
-        found[level.name] = float((here - reached).sum()) / max(1, trace.accesses)
-        reached = here
-    left = np.maximum(trace.input_tokens - reached * trace.block_tokens, 1)  # the last token is always computed
-    return PricedTrace(found, time + left / prefill_per_s, trace.input_tokens / prefill_per_s)
+        hits = np.maximum(simulate(trace, policy, capacity).hits, reached)
+        time += (hits - reached) * block_bytes / level.bytes_per_s
+        found[level.name] = float((hits - reached).sum()) / max(1, trace.accesses)
+        reached = hits
+    uncached_tokens = np.maximum(
+        trace.input_tokens - reached * trace.block_tokens, 1
+    )  # the last token is always computed
+    return PricedTrace(found, time + uncached_tokens / prefill_per_s, trace.input_tokens / prefill_per_s)

@@ -170,8 +170,8 @@ class Full(MemoryTier):
         self.name = "nvme"
         self.full = False
 
-    def room(self, record_bytes: int) -> int:
-        return 0 if self.full else super().room(record_bytes)
+    def free_slots(self, record_bytes: int) -> int:
+        return 0 if self.full else super().free_slots(record_bytes)
 
     def submit(
         self,

@@ -102,7 +102,7 @@ def test_erase_leaves_no_byte_in_any_tier(opened: Any, tmp_path: Path, how: str)
     given = {"tenant": "mine", "cache_salt": "my secret salt", "namespace": mine.id.hex()[:12]}
     counted = cache.erasure.erase(**{how: given[how]}, dry_run=True)
     erased = cache.erasure.erase(**{how: given[how]})
-    assert (erased.namespaces, erased.left) == ([mine.id], {})
+    assert (erased.namespaces, erased.incomplete) == ([mine.id], {})
     assert erased.records == counted.records == dict.fromkeys(ALL, 10)
     assert lies(cache, tmp_path, blocks) == set()
     assert lies(cache, tmp_path, rest) == ALL
@@ -118,7 +118,7 @@ def test_erase_finds_a_tenants_blocks_after_a_restart(opened: Any, tmp_path: Pat
     assert cache.flush(30)
     cache = opened()
     erased = cache.erasure.erase(tenant="mine")
-    assert (len(erased.namespaces), erased.left) == (1, {})
+    assert (len(erased.namespaces), erased.incomplete) == (1, {})
     assert erased.records == {"host": 0, "nvme": 10, "redis": 10, "object": 10}
     assert lies(cache, tmp_path, blocks) == set()
     assert lies(cache, tmp_path, rest) == ALL - {"host"}
@@ -138,7 +138,7 @@ def test_erase_overwrites_evicted_records(opened: Any, tmp_path: Path) -> None:
             cache.index.discard(address, tier.name)
         tier.remove(gone)
     assert {"host", "nvme"} <= lies(cache, tmp_path, blocks)
-    assert cache.erasure.erase(tenant="mine").left == {}
+    assert cache.erasure.erase(tenant="mine").incomplete == {}
     assert lies(cache, tmp_path, blocks) == set()
 
 
@@ -168,7 +168,7 @@ def test_erase_reports_a_tier_that_does_not_answer(opened: Any, tmp_path: Path) 
         assert cache.flush(30)
         server.stop()
         erased = cache.erasure.erase(tenant="mine")
-        assert set(erased.left) == {"redis"}
+        assert set(erased.incomplete) == {"redis"}
         assert [erased.records[name] for name in ("host", "nvme", "object")] == [10, 10, 10]
         assert not erased.records.get("redis")
         assert lies(cache, tmp_path, blocks) == set()
@@ -192,9 +192,9 @@ def test_a_namespace_of_unknown_owner_is_erased_by_id_only(opened: Any, monkeypa
         for dry_run in (True, False):
             erased = cache.erasure.erase(namespace=mine.id.hex()[:8], dry_run=dry_run, **given)
             assert erased.namespaces == []
-            assert list(erased.left) == [f"namespace {mine.id.hex()[:16]}"]
+            assert list(erased.incomplete) == [f"namespace {mine.id.hex()[:16]}"]
     assert found(mine) == 10
-    assert cache.erasure.erase(namespace=mine.id.hex()[:8]).left == {}
+    assert cache.erasure.erase(namespace=mine.id.hex()[:8]).incomplete == {}
     assert found(mine) == 0
 
 
@@ -204,9 +204,9 @@ def test_erase_reports_pending_stores(opened: Any, monkeypatch: pytest.MonkeyPat
     assert cache.flush(30)
     answers = [False, True]  # late first, then all has arrived
     monkeypatch.setattr(cache.erasure, "_flush", lambda _: answers.pop(0))
-    assert cache.erasure.erase(tenant="mine").left == {}
+    assert cache.erasure.erase(tenant="mine").incomplete == {}
     monkeypatch.setattr(cache.erasure, "_flush", lambda _: False)
-    assert list(cache.erasure.erase(tenant="mine").left) == ["stores"]
+    assert list(cache.erasure.erase(tenant="mine").incomplete) == ["stores"]
 
 
 @pytest.mark.parametrize(("stores", "said"), [(2, set()), (99, {"nvme"})])
@@ -232,8 +232,8 @@ def test_erase_repeats_while_an_engine_stores(
     monkeypatch.setattr(nvme, "purge", meanwhile)
     erased = cache.erasure.erase(tenant="mine")
     assert len(rounds) == 3
-    assert set(erased.left) >= said
-    assert bool(erased.left) == bool(said)
+    assert set(erased.incomplete) >= said
+    assert bool(erased.incomplete) == bool(said)
     assert (found(mine) > 0) == bool(said)
 
 
@@ -254,7 +254,7 @@ def test_owner_notes_are_retried_until_written(opened: Any, monkeypatch: pytest.
     bind(cache, "mine")
     assert noted() == [True] * 3
     kept(mine)
-    assert cache.erasure.erase(tenant="mine").left == {}
+    assert cache.erasure.erase(tenant="mine").incomplete == {}
     assert noted() == [True] * 3  # it is bound, and may go on storing
 
 
@@ -265,12 +265,12 @@ def test_erase_reports_a_server_that_refuses_scans(opened: Any) -> None:
         kept(bind(cache, "mine"))
         assert cache.flush(30)
         server.client.execute_command("ACL", "SETUSER", "default", "-scan")
-        assert set(cache.erasure.erase(tenant="mine").left) == {"redis"}
+        assert set(cache.erasure.erase(tenant="mine").incomplete) == {"redis"}
         server.client.execute_command("ACL", "SETUSER", "default", "+scan")
         for pool in cache.lower_tiers[1]._nodes.pools():
             pool.breaker.record_success()  # it is shut by a refusal, for a while
         erased = cache.erasure.erase(tenant="mine")
-        assert (erased.left, erased.records["redis"]) == ({}, 10)
+        assert (erased.incomplete, erased.records["redis"]) == ({}, 10)
     finally:
         server.client.execute_command("ACL", "SETUSER", "default", "+scan")
         opened()  # on another one
@@ -289,7 +289,7 @@ def test_erase_removes_orphaned_record_parts(opened: Any, tmp_path: Path) -> Non
         (address, *_) = [address for address in tier.scan() if address.namespace == handle.id]
         parts[whose] = part_key(tier._names.record(address), 7, 1)
         client.set(parts[whose], b"payload")
-    assert cache.erasure.erase(tenant="mine").left == {}
+    assert cache.erasure.erase(tenant="mine").incomplete == {}
     assert client.exists(parts["mine"]) == 0
     assert client.exists(parts["other"]) == 1
     client.delete(parts["other"])
@@ -312,7 +312,7 @@ def test_erase_overwrites_a_file_before_deleting_it(tmp_path: Path, monkeypatch:
     ) as cache:
         blocks = kept(bind(cache, "mine"))
         assert cache.flush(30)
-        assert cache.erasure.erase(tenant="mine").left == {}
+        assert cache.erasure.erase(tenant="mine").incomplete == {}
         assert len(gone) > 1
         assert not any(block[:64] in data for block in blocks for data in gone)
         assert cache.check() == []

@@ -173,7 +173,7 @@ def test_check_leaves_flush_reports_unchanged(drive: Drive) -> None:
         assert cache.tier_manager.settle(30)
         put(cache, SECOND)
         assert cache.check() == []
-        assert cache.erasure.erase(tenant="default", dry_run=True).left == {}
+        assert cache.erasure.erase(tenant="default", dry_run=True).incomplete == {}
         assert nvme(cache).lost == 8
 
 

@@ -49,7 +49,7 @@ def kept(cache: Cache, *seeds: int, seconds: float = 60) -> None:
 
 
 def told(cache: Cache) -> list[dict[str, Any]]:
-    return [pin.told() for pin in cache.pins.all()]
+    return [pin.describe() for pin in cache.pins.all()]
 
 
 def test_pins_keep_their_numbers_and_end_after_a_handover(make: Callable[..., Cache], clock: Clock) -> None:

@@ -238,11 +238,11 @@ def test_only_recent_and_past_uses_are_restored() -> None:
         clock.time += 1
         uses.touch(bytes([i % 256, i // 256]) * 16)
     uses.touch(bytes(32))
-    told = uses.told(MAX_NAMESPACES)
+    told = uses.export(MAX_NAMESPACES)
     assert len(told) == MAX_NAMESPACES
     assert told[-1][0] == bytes(32)
     other = UsageLog(clock)
-    other.recall([*told, (b"f" * 32, 1e300)])
+    other.restore([*told, (b"f" * 32, 1e300)])
     assert [(name, use.last) for name, use in other.namespaces().items()][:-1] == told
     assert other.namespaces()[b"f" * 32].last == clock.time
 

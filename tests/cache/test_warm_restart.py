@@ -208,7 +208,7 @@ def test_a_tenants_blocks_can_be_erased_after_a_restart(make: Open) -> None:
     successor = make()
     assert taken(successor, *left(old)) == 16
     erased = successor.erasure.erase(tenant="a")
-    assert (erased.records, erased.left) == ({"host": 8}, {})
+    assert (erased.records, erased.incomplete) == ({"host": 8}, {})
     assert blocks(bound_to(successor, tenant="a"), prompt(1)) == {}
     assert load(bound_to(successor, tenant="b"), prompt(1)) == expected(2)
 

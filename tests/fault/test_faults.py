@@ -272,7 +272,7 @@ def test_a_deleted_directory_gives_misses_and_refusals(tmp_path: Path) -> None:
     shutil.rmtree(tmp_path / "store")
     assert set(tier.read(blocks, [buffer() for _ in blocks])) <= {NOT_FOUND, FAILED}
     assert DONE not in tier.write(chain(2, seed=1), [record(a) for a in chain(2, seed=1)])
-    assert tier.room(1 << 20) >= 0
+    assert tier.free_slots(1 << 20) >= 0
     assert not tier.sync()
     tier.close()
 

@@ -180,7 +180,7 @@ def test_erase_removes_a_namespaces_popularity(fleet: Any, server: RedisServer) 
     assert cache.flush(30)
     heated(server, 1, 1)
     erased = cache.erasure.erase(cache_salt="a")
-    assert (erased.namespaces, erased.left) == ([spaces[0].id], {})
+    assert (erased.namespaces, erased.incomplete) == ([spaces[0].id], {})
     (left,) = server.client.keys("*:heat")
     assert spaces[1].id[:16].hex().encode() in left
     assert len(server.client.keys("*:chains")) == 1

@@ -26,7 +26,7 @@ def test_slots_never_overlap_and_are_all_released(steps: list[tuple[int, str, in
     for pages, tenant, which in steps:
         slot = memory.allocate(pages * PAGE_BYTES, tenant)
         if slot is None:
-            assert memory.room(pages * PAGE_BYTES) == 0 or any(e.tenant != tenant for e in memory.slabs())
+            assert memory.free_slots(pages * PAGE_BYTES) == 0 or any(e.tenant != tenant for e in memory.slabs())
             if taken:
                 back, _ = taken.pop(which % len(taken))
                 memory.release(back)

@@ -161,7 +161,7 @@ def test_compaction_keeps_the_journal_short(store: Open, tmp_path: Path) -> None
 
 def test_a_smaller_capacity_shrinks_the_store_at_start(store: Open, tmp_path: Path) -> None:
     tier = store(capacity_bytes=4 * MIB)
-    blocks = chain(tier.room(RECORD_BYTES))
+    blocks = chain(tier.free_slots(RECORD_BYTES))
     write(tier, blocks)
     tier.close()
     tier = store(capacity_bytes=2 * MIB)
@@ -176,7 +176,7 @@ def test_free_space_never_falls_below_min_free_bytes(store: Open) -> None:
     outcomes = write(tier, chain(400))
     assert Outcome.NO_CAPACITY in outcomes
     assert disk.free_bytes("store") >= MIB - 100_000  # the journal is not a segment
-    assert tier.room(RECORD_BYTES) == 0
+    assert tier.free_slots(RECORD_BYTES) == 0
 
 
 def test_a_full_disk_drops_writes_and_recovers(store: Open) -> None:

@@ -59,14 +59,14 @@ def test_quarantine_outlives_a_restart(store: Open, tmp_path: Path) -> None:
     tier = store()
     blocks = chain(3)
     write(tier, blocks)
-    room = tier.room(RECORD_BYTES)
+    room = tier.free_slots(RECORD_BYTES)
     file, offset = place(tmp_path, tier, blocks[1])
     change(file, offset + 5000, lambda old: old ^ 1)
     assert read(tier, blocks[1]) is DAMAGED
-    assert tier.room(RECORD_BYTES) == room
+    assert tier.free_slots(RECORD_BYTES) == room
     tier.close()
     tier = store()
-    assert tier.room(RECORD_BYTES) == room
+    assert tier.free_slots(RECORD_BYTES) == room
     write(tier, blocks)
     assert place(tmp_path, tier, blocks[1]) != (file, offset)
 
@@ -80,10 +80,10 @@ def test_another_records_bytes_are_a_miss_and_free_the_slot(store: Open, tmp_pat
     with file.open("r+b") as segment:
         segment.seek(offset)
         segment.write(b"".join(record(other)))
-    room = tier.room(RECORD_BYTES)
+    room = tier.free_slots(RECORD_BYTES)
     assert read(tier, one) is DAMAGED
     assert read(tier, other) is NOT_FOUND
-    assert tier.room(RECORD_BYTES) == room + 1
+    assert tier.free_slots(RECORD_BYTES) == room + 1
 
 
 def test_a_truncated_segment_is_a_miss(store: Open, tmp_path: Path) -> None:
@@ -198,7 +198,7 @@ def test_a_race_for_a_slot_is_a_miss_not_a_wrong_byte(store: Open) -> None:
     tier = store(os_env=OsEnv(disk=disk, executor=inline))
     one, other = chain(2)
     write(tier, [one])
-    room = tier.room(RECORD_BYTES)
+    room = tier.free_slots(RECORD_BYTES)
     ask, done = disk.ask, threading.Event()
 
     def overtake(kind: str, grows: int = 0) -> None:
@@ -212,7 +212,7 @@ def test_a_race_for_a_slot_is_a_miss_not_a_wrong_byte(store: Open) -> None:
     assert read(tier, one) is NOT_FOUND
     disk.ask = ask  # type: ignore[method-assign]
     assert read(tier, other) is DONE
-    assert tier.room(RECORD_BYTES) == room
+    assert tier.free_slots(RECORD_BYTES) == room
 
 
 def test_a_compressed_record_uses_its_stored_size(store: Open) -> None:

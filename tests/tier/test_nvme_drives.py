@@ -180,11 +180,11 @@ def test_a_suspect_drive_takes_records_after_a_scrub(drives: Open, tmp_path: Pat
 
 def test_blocks_of_a_full_drive_go_to_other_drives(drives: Open) -> None:
     tier = drives(capacity_bytes=3 * MIB)
-    room = tier.room(RECORD_BYTES)
+    room = tier.free_slots(RECORD_BYTES)
     many = chain(room, seed=2)
     outcomes = [tier.write([address], [record(address)])[0] for address in many]
     assert outcomes == [DONE] * room
-    assert tier.room(RECORD_BYTES) == 0
+    assert tier.free_slots(RECORD_BYTES) == 0
 
 
 def test_cancel_reaches_every_drive(drives: Open) -> None:

@@ -84,7 +84,7 @@ def test_a_hung_server_times_out(
         assert tier.write(chain(1, seed=1), [record(chain(1, seed=1)[0])]) == (TIMED_OUT,)
         assert tier.breaker == "open"
         assert [read(tier, address) for address in blocks * 50] == [FAILED] * 100
-        assert (tier.usage().records, tier.room(1), list(tier.scan())) == (0, 0, [])
+        assert (tier.usage().records, tier.free_slots(1), list(tier.scan())) == (0, 0, [])
         assert len(tier.check()) == 1
     finally:
         server.go_on()
@@ -165,7 +165,7 @@ def test_a_full_server_drops_writes(clock: Clock) -> None:
         assert tier.counters["write_no_room"] == 3
         assert tier.breaker == "closed"
         assert read(tier, blocks[0], 300_000) is DONE
-        assert tier.room(300_000) < 8
+        assert tier.free_slots(300_000) < 8
         server.client.flushall()
         clock.seconds += 1
         assert tier.write(blocks[:3], [record(address, 300_000) for address in blocks[:3]]) == (DONE,) * 3
@@ -197,7 +197,7 @@ def test_server_evictions_are_misses() -> None:
             assert outcomes <= {DONE, NOT_FOUND}
         assert outcomes == {DONE, NOT_FOUND}
         assert tier.check() == []
-        assert tier.room(700_000) > 0
+        assert tier.free_slots(700_000) > 0
     finally:
         tier.close()
         server.end()

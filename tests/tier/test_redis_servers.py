@@ -47,7 +47,7 @@ def test_every_operation_works_on_each_server(server: RedisServer, way: str) -> 
     assert set(tier.scan()) == {*blocks[:30], *large}
     assert tier.check() == []
     assert tier.usage().records == 38
-    assert tier.room(1 << 20) > 0
+    assert tier.free_slots(1 << 20) > 0
     name = KeyNames("kvcache").record(blocks[3])
     server.client.setrange(name, 200, b"damaged")
     assert read(tier, blocks[:5]) == (DONE, DONE, DONE, Outcome.DAMAGED, DONE)

@@ -246,7 +246,7 @@ def test_a_torn_write_is_never_visible(store: Open) -> None:
 def test_a_rejected_block_is_accepted_once_space_is_free(store: Open) -> None:
     """4659: a rejected put stayed in progress."""
     tier = store(capacity_bytes=MIB)
-    blocks = chain(tier.room(RECORD_BYTES) + 1)
+    blocks = chain(tier.free_slots(RECORD_BYTES) + 1)
     assert write(tier, blocks)[-1] is Outcome.NO_CAPACITY
     assert tier.remove(blocks[:1]) == (DONE,)
     assert write(tier, blocks[-1:]) == (DONE,)
@@ -311,13 +311,13 @@ def test_put_cost_does_not_grow_with_the_tiers_size(store: Open) -> None:
     cost = []
     for capacity in (2 * MIB, 24 * MIB):
         tier = store(capacity_bytes=capacity, segment_bytes=MIB // 2, durability="none")
-        blocks = chain(tier.room(8192) + 8)
+        blocks = chain(tier.free_slots(8192) + 8)
         assert write(tier, blocks, 4000)[-1] is Outcome.NO_CAPACITY
         new = [[record(address, 4000)] for address in blocks[-8:]]
 
         def put_each(tier: Any = tier, blocks: Any = blocks, new: Any = new) -> None:
             for i in range(8):
-                assert tier.room(8192) == 0
+                assert tier.free_slots(8192) == 0
                 tier.remove(tier.colocated(blocks[i])[:1])
                 assert tier.write([blocks[i - 8]], new[i]) == (DONE,)
 

@@ -65,9 +65,9 @@ def check_memory(settings: Settings) -> Iterator[Finding]:
 
 
 def host_capacity(now: Memory, wanted_bytes: int) -> Finding:
-    whose = "a cgroup allows" if now.bound == "cgroup" else "the machine has"
+    source = "a cgroup allows" if now.bound == "cgroup" else "the machine has"
     found = (
-        f"host.capacity_bytes = {show_bytes(wanted_bytes)}; {whose} {show_bytes(now.allowed_bytes)}, "
+        f"host.capacity_bytes = {show_bytes(wanted_bytes)}; {source} {show_bytes(now.allowed_bytes)}, "
         f"{show_bytes(now.free_bytes)} of it free"
     )
     if wanted_bytes > now.allowed_bytes:

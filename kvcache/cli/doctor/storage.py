@@ -61,10 +61,10 @@ def drive_kind(name: str, memory: bool, path: Path) -> Finding:
 
 def drive_rates(disk: Disk, clock: Clock, directory: Path, floor_bytes: int) -> Iterator[Finding]:
     """Check O_DIRECT, then the rates of writing and reading one file."""
-    room = disk.free_bytes(str(directory)) - floor_bytes
-    total = min(MAX_TEST_BYTES, room // 2) // IO_BYTES * IO_BYTES
+    free_bytes = disk.free_bytes(str(directory)) - floor_bytes
+    total = min(MAX_TEST_BYTES, free_bytes // 2) // IO_BYTES * IO_BYTES
     if total < MIN_TEST_BYTES:
-        found = f"{show_bytes(max(0, room))} are free beyond nvme.min_free_bytes"
+        found = f"{show_bytes(max(0, free_bytes))} are free beyond nvme.min_free_bytes"
         yield fail("drive rate", found, "free some space, or set nvme.path to another drive")
         return
     path = str(directory / "rate")
@@ -130,11 +130,11 @@ def check_redis(settings: Settings) -> Iterator[Finding]:
         milliseconds = 1000 * (perf_counter() - began)
         if not policies:
             faults = [name.partition("_")[2] for name in tier.counters if name.startswith("faults_")]
-            why = ", ".join(faults) or "no answer"
+            cause = ", ".join(faults) or "no answer"
             remedy = (
                 "check redis.url, the password, TLS and the server's log; until then each lookup in this tier is a miss"
             )
-            yield fail("redis", f"{tier.where}: {why}", remedy)
+            yield fail("redis", f"{tier.where}: {cause}", remedy)
             return
         usage = tier.usage()
         size = f"{show_bytes(usage.used_bytes)} of {show_bytes(usage.capacity_bytes)}"
@@ -167,8 +167,8 @@ def round_trip(tier: Tier, remedy: str) -> Finding:
     seconds = perf_counter() - began
     tier.remove([address])
     if (written, read) != (Outcome.DONE, Outcome.DONE) or back[area : area + PROBE_BYTES] != given:
-        why = "".join(f", {line}" for line in tier.health_issues())
-        return fail(f"{tier.name} trip", f"a write was {written.value}, a read {read.value}{why}", remedy)
+        cause = "".join(f", {line}" for line in tier.health_issues())
+        return fail(f"{tier.name} trip", f"a write was {written.value}, a read {read.value}{cause}", remedy)
     return ok(f"{tier.name} trip", f"wrote and read 1 MiB in {1000 * seconds:.1f} ms, the same bytes")
 
 
@@ -211,9 +211,9 @@ def _flush(cache: Cache) -> Iterator[Finding]:
         return
     refused, waiting = (sum(getattr(t, name) for t in report.tiers.values()) for name in ("refused", "waiting"))
     faults = [report.fault, *(line for tier in cache.lower_tiers for line in tier.health_issues())]
-    why = "".join(f"; {fault}" for fault in faults if fault)
+    cause = "".join(f"; {fault}" for fault in faults if fault)
     found = f"of {BLOCKS} blocks {refused} were refused and {waiting} still wait "
-    found += f"after at most {TRANSFER_TIMEOUT_S:g} s{why}"
+    found += f"after at most {TRANSFER_TIMEOUT_S:g} s{cause}"
     yield fail("flush", found, "the drive hangs, fails, is full or is very slow; see the system's log")
 
 

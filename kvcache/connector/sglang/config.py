@@ -182,11 +182,11 @@ def _text(served: Any, name: str) -> str:
     return "" if text in _UNSET_VALUES else text
 
 
-def _adapters(told: Any, whole: bool) -> dict[str, str]:
+def _adapters(configured: Any, whole: bool) -> dict[str, str]:
     """Return the adapters that the server starts with, by name. SGLang numbers them by name and path, not by their
     weights."""
     paths: dict[str, str] = {}
-    for item in told.items() if isinstance(told, Mapping) else told or ():
+    for item in configured.items() if isinstance(configured, Mapping) else configured or ():
         if isinstance(item, str):
             name, _, path = item.partition("=")
             paths[name] = path or name
@@ -245,8 +245,8 @@ def engine_name(served: Any, ranks: Ranks, options: Options) -> str | None:
     if ranks.alone and replicas == 1:
         return None
     at = f"{getattr(served, 'host', '')}:{getattr(served, 'port', '')}"
-    told = sha256(repr((at, sorted(options.settings.items()))).encode()).hexdigest()
-    return f"sglang-{told[:16]}"
+    digest = sha256(repr((at, sorted(options.settings.items()))).encode()).hexdigest()
+    return f"sglang-{digest[:16]}"
 
 
 def open_cache(options: Options, engine: str | None = None) -> KVCache:

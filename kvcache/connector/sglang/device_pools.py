@@ -59,13 +59,13 @@ def device_pools(params: Any, components: Sequence[Any], ranks: Ranks) -> Device
     windows = getattr(pool, "swa_kv_pool", None)
     if not drafts and kinds == {"FULL", "SWA"} and type(pool).__name__ == "SWAKVPool":
         parts = ((KV, pool.full_kv_pool, False), (SWA, windows, True))
-        told = []
+        pools = []
         for name, part, swa in parts:
             if type(part).__name__ != _PLAIN_POOL_CLASSES[0]:
                 raise LayoutError(f"SWAKVPool of {type(part).__name__}: expected two of {_PLAIN_POOL_CLASSES[0]}")
             own = {layer: at for layer, (at, is_swa) in pool.layers_mapping.items() if is_swa is swa}
-            told.append(DevicePool(name, name, describe_device(part, tokens, ranks), own, _same, ""))
-        return DevicePools(tuple(told), pool.layer_num, False)
+            pools.append(DevicePool(name, name, describe_device(part, tokens, ranks), own, _same, ""))
+        return DevicePools(tuple(pools), pool.layer_num, False)
     return _pools_of_linker(pool, params, components, ranks)
 
 
@@ -96,7 +96,7 @@ def describe_device(pool: Any, page_tokens: int, ranks: Ranks) -> PoolLayout:
     first_head, first_layer = (heads * ranks.tp_rank if mha else 0), layers * ranks.pp_rank
     shard = Shard(first_layer, first_layer + layers, first_head, first_head + heads)
     layout = KVLayout((group,), page_tokens)
-    there = GroupPages(
+    pages = GroupPages(
         layout=layout,
         group=0,
         shard=shard,
@@ -108,7 +108,7 @@ def describe_device(pool: Any, page_tokens: int, ranks: Ranks) -> PoolLayout:
         device=str(first.device),
         owner=planes,
     )
-    return PoolLayout(layout, (shard,), (there,), page_tokens, pool)
+    return PoolLayout(layout, (shard,), (pages,), page_tokens, pool)
 
 
 def _pools_of_linker(pool: Any, params: Any, components: Sequence[Any], ranks: Ranks) -> DevicePools:
@@ -133,8 +133,8 @@ def _entry(entry: Any, block_tokens: int, ranks: Ranks) -> DevicePool:
     """Describe the pieces of pages of an SGLang entry: several components with one buffer a layer."""
     pieces, pages = [], set()
     form = [type(entry.device_pool).__name__, *(f"{c[0].dtype} {tuple(c[0].shape[1:])}" for c in entry.components)]
-    for buffers, told in zip(entry.components, entry.buffer_meta, strict=True):
-        for buffer, (base, row_step, size) in zip(buffers, told, strict=True):
+    for buffers, described in zip(entry.components, entry.buffer_meta, strict=True):
+        for buffer, (base, row_step, size) in zip(buffers, described, strict=True):
             rows = size * int(buffer.shape[0]) // int(buffer.nbytes)
             if rows > 1 and row_step * rows != size:
                 raise LayoutError(f"pool {entry.name}: the bytes of a page are not contiguous")

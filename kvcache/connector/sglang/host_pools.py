@@ -71,15 +71,15 @@ class PoolLayout:
 
     @property
     def page_bytes(self) -> int:
-        return sum(there.block_bytes for there in self.pages)
+        return sum(pages.block_bytes for pages in self.pages)
 
     def flat(self, memory: Any, count: int) -> list[GroupPages]:
         """Return `count` of SGLang's flat pages, one after the other in `memory`; a page is the payload itself."""
-        [there] = self.pages
-        shard, step = there.shard, self.layout.strides(there.shard)
+        [pages] = self.pages
+        shard, step = pages.shard, self.layout.strides(pages.shard)
         first = int(memory.data_ptr())
         layers = first + np.arange(shard.layers, dtype=np.uint64)[:, None] * np.uint64(step["layer"])
-        planes = layers + np.arange(there.bases.shape[1], dtype=np.uint64) * np.uint64(step.get("kv", 0))
+        planes = layers + np.arange(pages.bases.shape[1], dtype=np.uint64) * np.uint64(step.get("kv", 0))
         return [
             GroupPages(
                 layout=self.layout,
@@ -87,7 +87,7 @@ class PoolLayout:
                 shard=shard,
                 bases=planes.astype(np.uint64),
                 pages=count,
-                page_stride=there.block_bytes,
+                page_stride=pages.block_bytes,
                 token_stride=step["token"],
                 head_stride=step.get("head", 0),
                 owner=memory,
@@ -142,7 +142,7 @@ def _attention(pool: Any, ranks: Ranks, kind: Any, order: tuple[str, ...], canon
         step = {axis: item * prod(extent[after] for after in axes[i + 1 :]) for i, axis in enumerate(axes)}
     base = int(pool.kv_buffer.data_ptr())
     planes = [int(pool.kv_buffer[kv].data_ptr()) for kv in range(2)] if mha else [base]
-    there = GroupPages(
+    pages = GroupPages(
         layout=layout,
         group=0,
         shard=shard,
@@ -155,18 +155,20 @@ def _attention(pool: Any, ranks: Ranks, kind: Any, order: tuple[str, ...], canon
         head_stride=step.get("head", 0) if mha else 0,
         owner=pool.kv_buffer,
     )
-    return PoolLayout(layout, (shard,), (there,), tokens, pool)
+    return PoolLayout(layout, (shard,), (pages,), tokens, pool)
 
 
 def _opaque(pool: Any, ranks: Ranks) -> PoolLayout:
     """Describe a pool by the pieces of its pages. Pieces of one size and one distance between pages form a group with
     one layer each."""
     first, second, last = (_pieces(pool, page) for page in (0, 1, pool.page_num - 1))
-    steps = [there - here for (here, _), (there, _) in zip(first, second, strict=True)]
-    told = [(here + (pool.page_num - 1) * step, size) for (here, size), step in zip(first, steps, strict=True)]
-    if told != last:
+    steps = [later - earlier for (earlier, _), (later, _) in zip(first, second, strict=True)]
+    expected = [
+        (address + (pool.page_num - 1) * step, size) for (address, size), step in zip(first, steps, strict=True)
+    ]
+    if expected != last:
         raise LayoutError(f"{type(pool).__name__} in {pool.layout}: expected pages at equal distances")
-    pieces = [(here, size, step) for (here, size), step in zip(first, steps, strict=True)]
+    pieces = [(address, size, step) for (address, size), step in zip(first, steps, strict=True)]
     return opaque_groups(pieces, pool.page_num, pool.page_size, ranks, pool)
 
 
@@ -181,8 +183,8 @@ def opaque_groups(
 ) -> PoolLayout:
     """Return the layout of `count` pages, from the pieces of the first: address, bytes, distance to the next page's."""
     alike: dict[tuple[int, int], list[int]] = {}  # (size, step): addresses of the pieces of page 0
-    for here, size, step in pieces:
-        alike.setdefault((size, step), []).append(here)
+    for address, size, step in pieces:
+        alike.setdefault((size, step), []).append(address)
     all_ranks, mine = ranks.tp_size * ranks.pp_size, ranks.pp_rank * ranks.tp_size + ranks.tp_rank
     layout = KVLayout(
         tuple(
@@ -215,10 +217,10 @@ def _pieces(pool: Any, page: int) -> list[tuple[int, int]]:
     import torch
 
     tokens = torch.arange(page * pool.page_size, (page + 1) * pool.page_size, dtype=torch.int64)
-    told = _query(pool, pool.get_page_buffer_meta, tokens)
-    if not told or not told[0]:
+    reported = _query(pool, pool.get_page_buffer_meta, tokens)
+    if not reported or not reported[0]:
         raise LayoutError(f"{type(pool).__name__}: it does not describe its pages")
-    return list(zip(map(int, told[0]), map(int, told[1]), strict=True))
+    return list(zip(map(int, reported[0]), map(int, reported[1]), strict=True))
 
 
 def _query(pool: Any, ask: Callable[..., Any], *arguments: Any) -> Any:

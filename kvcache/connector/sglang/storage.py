@@ -120,11 +120,11 @@ class KVCacheStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang is importe
                 continue  # never decides; SGLang reads no result for it
             pool_store = self._pool_stores.get(str(transfer.name))
             counts = str(transfer.name) in self._pool_stores  # a pool without a store has no memory of its own
-            here = pool_store.present(keys[:kv], until) if pool_store is not None else [counts] * kv
+            counts_by_page = pool_store.present(keys[:kv], until) if pool_store is not None else [counts] * kv
             if transfer.hit_policy == PoolHitPolicy.TRAILING_PAGES:
-                lengths = lengths_with_last_pages(here, max(1, len(transfer.keys or ())))
+                lengths = lengths_with_last_pages(counts_by_page, max(1, len(transfer.keys or ())))
             else:
-                lengths = lengths_with_all_pages(here)
+                lengths = lengths_with_all_pages(counts_by_page)
             if lengths:
                 hits[transfer.name] = max(lengths)
             restorable &= lengths
@@ -203,8 +203,8 @@ class KVCacheStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang is importe
         pages = pool_store.described.flat(flat, len(keys))
         came = self._timed("in", pool_store, lambda: pool_store.load(keys, range(len(keys)), None, pages))
         made: list[torch.Tensor | None] = []
-        for i, there in enumerate(came):
-            if not there:
+        for i, loaded in enumerate(came):
+            if not loaded:
                 made.append(None)
             elif target_locations is None:
                 made.append(flat[i].view(self.mem_pool_host.dtype))

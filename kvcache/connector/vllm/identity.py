@@ -161,7 +161,7 @@ def model_overrides(config: Any) -> dict[str, Any]:
     """Return vLLM's options that change what the model's files say, where any are set."""
     model = config.model_config
     hf = getattr(model, "hf_overrides", None)
-    told = {
+    facts = {
         "hf_overrides": config_digest(model.hf_config) if callable(hf) else encodable(hf),
         "load_format": None if load_format(config) in _PLAIN_FORMATS else load_format(config),
         "model_loader_extra_config": encodable(_loading(config, "model_loader_extra_config")),
@@ -170,7 +170,7 @@ def model_overrides(config: Any) -> dict[str, Any]:
         "additional_config": encodable(getattr(config, "additional_config", None)),
         "lora_dtype": str(getattr(getattr(config, "lora_config", None), "lora_dtype", "") or ""),
     }
-    return {name: value for name, value in told.items() if value}
+    return {name: value for name, value in facts.items() if value}
 
 
 def depends_on_length(rope: Mapping[str, Any]) -> bool:

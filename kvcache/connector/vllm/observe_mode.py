@@ -96,8 +96,8 @@ class ObserveMode:
                 "misses", reason="evicted" if (namespace_key, digests[hits]) in self._evicted else "cold"
             )
         if block_bytes and digests:
-            whose = repr(namespace_key).encode()
-            signatures = b"".join(sha256(whose + digest).digest() for digest in digests)
+            key_bytes = repr(namespace_key).encode()
+            signatures = b"".join(sha256(key_bytes + digest).digest() for digest in digests)
             model = ModelShape((), block_tokens, (block_bytes,))
             self._curve.add(signatures, len(digests), model, (namespace_key.tenant, "", ""))
         return hits

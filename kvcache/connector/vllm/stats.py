@@ -57,7 +57,7 @@ class StatsSampler:
         """`own` holds the connector's own counters."""
         self._cache, self._own = cache, own
         self._answered: Mapping[str, Any] = {}  # the last statistics that the cache returned
-        self._told: dict[str, dict[str, float]] = {}
+        self._reported: dict[str, dict[str, float]] = {}
         self._now: dict[str, dict[str, float]] = {}
         self._end = threading.Event()
         self._lock = threading.Lock()
@@ -67,8 +67,8 @@ class StatsSampler:
     def take(self) -> ConnectorStats | None:
         """Return what has changed since the last call; None without changes."""
         with self._lock:
-            now, last = self._now, self._told
-            self._told = now
+            now, last = self._now, self._reported
+            self._reported = now
         if now is last:
             return None
         grown: dict[str, dict[str, float]] = {}

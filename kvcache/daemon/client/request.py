@@ -83,7 +83,7 @@ class RemoteNamespace:
             with self.cache.connected() as connection:
                 connection.post("computed", namespace=self.number(connection), tokens=tokens, seconds=seconds)
         except KVCacheError as error:
-            _log.debug("not told: %s", error)
+            _log.debug("report not sent: %s", error)
 
     def clear(self) -> int:
         try:

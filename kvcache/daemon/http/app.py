@@ -178,7 +178,7 @@ class HttpApi:
         self.history = StatsHistory()
 
     def application(self) -> Starlette:
-        told: dict[str, ReportEndpoint] = {
+        endpoints: dict[str, ReportEndpoint] = {
             "stats": lambda report, _: report.stats(),
             "namespaces": lambda report, _: report.namespaces(),
             "tenants": lambda report, _: report.tenants(),
@@ -187,7 +187,7 @@ class HttpApi:
             "events": lambda report, request: report.events(_count(request, 100)),
             "curve": lambda report, _: report.curve(),
         }
-        routes = [Route(f"/api/{name}", self._api(name, call), methods=["GET"]) for name, call in told.items()]
+        routes = [Route(f"/api/{name}", self._api(name, call), methods=["GET"]) for name, call in endpoints.items()]
         routes += [
             Route("/api/explain", self._explain, methods=["GET", "POST"]),
             Route("/api/history", self._history, methods=["GET"]),
@@ -243,8 +243,8 @@ class HttpApi:
 
         return answer
 
-    def _answer(self, name: str, told: Any) -> Response:
-        return JSONResponse({"time": self._cache.os_env.clock.wall(), name: told})
+    def _answer(self, name: str, content: Any) -> Response:
+        return JSONResponse({"time": self._cache.os_env.clock.wall(), name: content})
 
     def _info(self, request: Request) -> Response:
         tenant = self._entry.tenant(request)

@@ -343,7 +343,7 @@ class ClientSession:
         request = self.request(number)
         if number in self._signature_bytes and ids and len(ids) % 4 == 0 and self._fits(len(ids)):
             self._token_id_bytes[number] = len(ids)
-            request.miss.told(np.frombuffer(ids, "<u4"))
+            request.miss.add_token_ids(np.frombuffer(ids, "<u4"))
         request.admit()
         return {}
 

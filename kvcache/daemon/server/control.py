@@ -71,8 +71,8 @@ def pin(cache: Cache, arguments: dict[Any, Any]) -> dict[str, Any]:
         most = pins.pinnable_blocks(handle, blocks)
         Prefetcher(handle, packed, None, lambda: clock.now() >= end, most_blocks=most).prefetch("pin")
         made = pins.pin(handle, packed, float(seconds))
-        return {"made": made.told(), "pins": [item.told() for item in cache.pins.all()]}
-    return {"made": None, "pins": [item.told() for item in cache.pins.all()]}
+        return {"made": made.describe(), "pins": [item.describe() for item in cache.pins.all()]}
+    return {"made": None, "pins": [item.describe() for item in cache.pins.all()]}
 
 
 def unpin(cache: Cache, arguments: dict[Any, Any]) -> dict[str, Any]:
@@ -87,7 +87,7 @@ def unpin(cache: Cache, arguments: dict[Any, Any]) -> dict[str, Any]:
         ended = [which]
     else:
         raise ConfigError(f"pin = {which!r:.40}: expected the number of a pin, or all")
-    return {"ended": ended, "pins": [item.told() for item in pins.all()]}
+    return {"ended": ended, "pins": [item.describe() for item in pins.all()]}
 
 
 def prune(cache: Cache, arguments: dict[Any, Any]) -> dict[str, Any]:
@@ -141,7 +141,7 @@ def erase(cache: Cache, arguments: dict[Any, Any]) -> dict[str, Any]:
     return {
         "namespaces": [namespace.hex() for namespace in erased.namespaces],
         "records": erased.records,
-        "left": erased.left,
+        "left": erased.incomplete,
     }
 
 

@@ -177,10 +177,10 @@ class Service:
         """Return what would be served, and release the port. The service cannot start afterwards."""
         if self._settings.http.enabled:
             self._page = planned_url(self._settings.http)
-        told = str(self)
+        text = str(self)
         if self._tcp_listener is not None:
             self._tcp_listener.close()
-        return told
+        return text
 
     def start(self, *, replace: bool = False) -> None:
         """Start serving; leave nothing open on an error.

@@ -246,10 +246,10 @@ class SlotLease:
 
     def _removed_slabs(self) -> list[int]:
         """Return the slabs that this connection has announced and the arena has unmapped; forget them."""
-        gone = [number for number, (slab, _) in self._exported_slabs.items() if slab.unmapped]
-        for number in gone:
+        unmapped = [number for number, (slab, _) in self._exported_slabs.items() if slab.unmapped]
+        for number in unmapped:
             del self._exported_slabs[number]
-        return gone
+        return unmapped
 
 
 @dataclass(eq=False)

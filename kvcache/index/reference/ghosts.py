@@ -89,12 +89,12 @@ def _words(data: bytes) -> tuple[int, ...]:
 class ReferenceGhosts:
     def __init__(self) -> None:
         self.secret = tuple(secrets.randbits(64) for _ in range(3))
-        self._left: dict[int, tuple[int, LastUse]] = {}  # by hash
+        self._evicted: dict[int, tuple[int, LastUse]] = {}  # by hash
         self._departures: deque[int] = deque()
-        self._departed, self._spared = 0, 0
+        self._evictions, self._spared = 0, 0
 
     def __len__(self) -> int:
-        return len(self._left)
+        return len(self._evicted)
 
     def print(self, name: BlockName) -> int:
         """The lower 32 bits of the name's hash, and above them its upper 16 bits."""
@@ -112,20 +112,20 @@ class ReferenceGhosts:
 
     def put(self, print_: int, use: LastUse) -> bool:
         """False if it is already remembered."""
-        if print_ in self._left:
+        if print_ in self._evicted:
             return False
-        self._left[print_] = self._departed, use
+        self._evicted[print_] = self._evictions, use
         self._departures.append(print_)
-        self._departed += 1
+        self._evictions += 1
         return True
 
     def find(self, name: BlockName) -> LastUse | None:
-        entry = self._left.get(self.print(name)) if self._left else None
+        entry = self._evicted.get(self.print(name)) if self._evicted else None
         return None if entry is None else entry[1]
 
     def take(self, name: BlockName) -> LastUse | None:
         """As `find`, and remove it."""
-        entry = self._left.pop(self.print(name), None) if self._left else None
+        entry = self._evicted.pop(self.print(name), None) if self._evicted else None
         return None if entry is None else entry[1]
 
     def spare(self) -> None:
@@ -140,8 +140,8 @@ class ReferenceGhosts:
         """Hash and use of the last `most` evicted blocks that are still remembered, oldest first."""
         skipped = len(self._departures) - min(most, len(self._departures))
         for number, print_ in enumerate(islice(self._departures, skipped, None), skipped):
-            entry = self._left.get(print_)
-            if entry is not None and entry[0] == self._departed - len(self._departures) + number:
+            entry = self._evicted.get(print_)
+            if entry is not None and entry[0] == self._evictions - len(self._departures) + number:
                 yield print_, entry[1]
 
     def trim(self, departures: int) -> Iterator[LastUse]:
@@ -150,9 +150,9 @@ class ReferenceGhosts:
         Blocks that have returned count as evictions but are not yielded.
         """
         while len(self._departures) > departures + self._spared:
-            number = self._departed - len(self._departures)
+            number = self._evictions - len(self._departures)
             print_ = self._departures.popleft()
-            entry = self._left.get(print_)
+            entry = self._evicted.get(print_)
             if entry is not None and entry[0] == number:
-                del self._left[print_]
+                del self._evicted[print_]
                 yield entry[1]

@@ -284,8 +284,8 @@ class ReferenceIndex(AuditedIndex):
                 (self._ghosts.print(n.name), LastUse(n.stamp, n.uses)) for n in islice(resident_nodes, most)
             ]
             rows = [*self._ghosts.newest(most - len(resident_rows)), *resident_rows]
-            told = [p | u.uses << 48 | self._ages.bin(self.clock - u.stamp) << 56 for p, u in rows]
-            return np.array([*self._ghosts.secret, self.clock, *told], "<u8").tobytes()
+            packed = [p | u.uses << 48 | self._ages.bin(self.clock - u.stamp) << 56 for p, u in rows]
+            return np.array([*self._ghosts.secret, self.clock, *packed], "<u8").tobytes()
 
     def import_state(self, state: bytes) -> None:
         """Restore the `kept` state of another index into a new one, as ghosts.

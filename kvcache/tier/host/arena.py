@@ -52,26 +52,26 @@ class Region:
         OSError: the system has no memory left.
     """
 
-    def __init__(self, size_bytes: int, *, shared: bool = False, left: int | None = None) -> None:
+    def __init__(self, size_bytes: int, *, shared: bool = False, inherited: int | None = None) -> None:
         """Map the region.
 
         Args:
             shared: other processes may map it.
-            left: the descriptor of a region of this size that an earlier process created. This region owns it from now
-                on, and is shared.
+            inherited: the descriptor of a region of this size that an earlier process created. The new region owns it,
+                and is shared.
 
         Raises:
-            ValueError: `left` is no such file.
+            ValueError: `inherited` is no such file.
         """
         self.bytes = size_bytes
         table = table_bytes(size_bytes)
         self.descriptor: int | None = None
-        self.is_exported = left is not None
+        self.is_exported = inherited is not None
         """Other processes may map the region: its contents must not reach another tenant."""
         self._words: memoryview | None = None  # where other processes read generations
-        if shared or left is not None:
+        if shared or inherited is not None:
             size = size_bytes + table
-            self.descriptor, self._memory = _create_file(size) if left is None else _adopt_file(left, size)
+            self.descriptor, self._memory = _create_file(size) if inherited is None else _adopt_file(inherited, size)
             weakref.finalize(self, os.close, self.descriptor)
             self._words = memoryview(self._memory)[size_bytes : size_bytes + table].cast("Q")
         else:
@@ -207,15 +207,15 @@ class Slab:
 
     _numbers = itertools.count(1)
 
-    def __init__(self, region: Region, slot_bytes: int, tenant: str, *, left: bool = False) -> None:
-        """With `left`, the slab of another process, with the generations that it reported."""
+    def __init__(self, region: Region, slot_bytes: int, tenant: str, *, inherited: bool = False) -> None:
+        """With `inherited`, the slab of another process, with the generations that it reported."""
         self.region, self.slot_bytes, self.tenant = region, slot_bytes, tenant
         self.number = next(self._numbers)
         self.count = count = region.bytes // slot_bytes
         self.view = region.view
         self.free = list(range(count - 1, -1, -1))
         self.generations = region.generations
-        region.renew_generations(range(0 if left else count))
+        region.renew_generations(range(0 if inherited else count))
         self.slots: dict[int, Slot] = {}  # allocated slots, by number
         self.closing = False  # no slot of it is allocated
         self.unmapped = False  # its region has another owner or none
@@ -364,7 +364,7 @@ class Arena:
         return slab
 
     def adopt(self, slab: Slab, taken: Sequence[int]) -> list[Slot] | None:
-        """Add a slab that another process left.
+        """Add a slab that another process handed over.
 
         Args:
             taken: the slots that hold records; they are allocated.
@@ -410,7 +410,7 @@ class Arena:
             self._on_added(region.view)
         region.touch()  # from its start, where slots are allocated first: it may be in use already
 
-    def room(self, slot_bytes: int) -> int:
+    def free_slots(self, slot_bytes: int) -> int:
         """Return how many more slots of this size can be allocated, for the tenant with the most of them free."""
         with self._lock:
             free = max(
@@ -450,13 +450,13 @@ class Arena:
         if not slabs:
             del self._slabs[slab.kind], self._open[slab.kind]
         self.mapped_bytes -= slab.region.bytes
-        left: Region | None = slab.region
+        freed: Region | None = slab.region
         if slab.region.is_exported:
             slab.region.punch_hole()
         elif slab.region.bytes == self.slab_bytes:
-            left, self._spare = self._spare, slab.region
-        if left is not None:
-            self._on_removed(left.view)
+            freed, self._spare = self._spare, slab.region
+        if freed is not None:
+            self._on_removed(freed.view)
 
     def wipe(self) -> None:
         """Overwrite every slot that is free now. Slots in use are not touched."""

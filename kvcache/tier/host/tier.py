@@ -328,8 +328,8 @@ class HostTier(TierDefaults):
             self.arena.release(slot)
         return Outcome.DONE, ""
 
-    def room(self, record_bytes: int) -> int:
-        return self.arena.room(record_bytes)
+    def free_slots(self, record_bytes: int) -> int:
+        return self.arena.free_slots(record_bytes)
 
     def colocated(self, address: Address) -> list[Address]:
         with self._lock:

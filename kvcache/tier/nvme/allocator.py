@@ -189,7 +189,7 @@ class Allocator:
         )
         return [segment for size_class in others for segment in size_class.segments.values() if segment.empty]
 
-    def room(self, record_bytes: int, disk_bytes: int) -> int:
+    def free_slots(self, record_bytes: int, disk_bytes: int) -> int:
         """Return how many more records of this size fit, given the free bytes of the disk."""
         free = sum(size_class.free for size_class in self._fitting(record_bytes))
         empty_segments = self.empty_segments(record_bytes)

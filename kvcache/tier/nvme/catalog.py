@@ -347,13 +347,13 @@ class Catalog:
         for segment in segments:
             self.files.clear(segment)
 
-    def room(self, record_bytes: int) -> int:
+    def free_slots(self, record_bytes: int) -> int:
         try:
             disk_bytes = self.files.free_bytes(fresh=False)
         except OSError:
             disk_bytes = 0
         with self.memory:
-            return self.allocator.room(record_bytes, disk_bytes)
+            return self.allocator.free_slots(record_bytes, disk_bytes)
 
     def checkpoint(self) -> None:
         """Write the current state as a checkpoint, and remove the journals before it.

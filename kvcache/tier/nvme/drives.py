@@ -148,7 +148,7 @@ class MultiDriveTier(TierDefaults):
 
     def _has_room(self, drive: int, size: int, room: dict[tuple[int, int], int]) -> bool:
         """Count down the capacity of a drive for this size; False when it is used up."""
-        remaining = room[drive, size] = room.get((drive, size), self.tiers[drive].room(size)) - 1
+        remaining = room[drive, size] = room.get((drive, size), self.tiers[drive].free_slots(size)) - 1
         return remaining >= 0
 
     def _expire(self) -> None:
@@ -167,8 +167,8 @@ class MultiDriveTier(TierDefaults):
     def health_issues(self) -> list[str]:
         return self._troubles + [line for tier in self.tiers for line in tier.health_issues()]
 
-    def room(self, record_bytes: int) -> int:
-        return sum(tier.room(record_bytes) for tier in self.tiers if not tier.health_issues())
+    def free_slots(self, record_bytes: int) -> int:
+        return sum(tier.free_slots(record_bytes) for tier in self.tiers if not tier.health_issues())
 
     def colocated(self, address: Address) -> list[Address]:
         return [sibling for tier in self.tiers for sibling in tier.colocated(address)]

@@ -278,8 +278,8 @@ class NvmeTier(QueuedTier):
         """The catalog, for the tools of this package."""
         return self._store.catalog
 
-    def room(self, record_bytes: int) -> int:
-        return self._store.catalog.room(record_bytes)
+    def free_slots(self, record_bytes: int) -> int:
+        return self._store.catalog.free_slots(record_bytes)
 
     def colocated(self, address: Address) -> list[Address]:
         """Return the records of the same segment, this one included."""

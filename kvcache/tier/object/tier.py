@@ -127,7 +127,7 @@ class ObjectTier(RemoteTier):
     def breaker(self) -> str:
         return "open" if self._bucket.breaker.is_open() else "closed"
 
-    def room(self, record_bytes: int) -> int:
+    def free_slots(self, record_bytes: int) -> int:
         """Return 0 while the write breaker is open; else no limit, because a store reports none."""
         return 0 if self._write_breaker.is_open() else _UNBOUNDED_BYTES // record_bytes
 

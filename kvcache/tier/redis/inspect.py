@@ -27,7 +27,7 @@ class MemoryUsage:
         """Whether a full server refuses writes instead of evicting."""
         return self.policy == "noeviction"
 
-    def room(self, record_bytes: int) -> int:
+    def free_slots(self, record_bytes: int) -> int:
         free = self.max_bytes - (self.used_bytes if self.limited else 0)
         return max(0, free // record_bytes)
 

@@ -177,10 +177,10 @@ class RedisTier(RemoteTier):
         """Return for each server whether its breaker is open."""
         return {pool.name: pool.breaker.is_open() for pool in self._nodes.pools()}
 
-    def room(self, record_bytes: int) -> int:
+    def free_slots(self, record_bytes: int) -> int:
         """Return how many records fit in the servers' memory: all of it where a server evicts, else the free part."""
         facts = ask_all(self._nodes, self._inspector.memory) or []
-        return sum(fact.room(record_bytes) for fact in facts if fact)
+        return sum(fact.free_slots(record_bytes) for fact in facts if fact)
 
     def colocated(self, address: Address) -> list[Address]:
         """Return the record itself, where it exists: a server frees memory record by record."""
