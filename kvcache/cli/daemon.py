@@ -110,7 +110,7 @@ def running_caches() -> list[RunningCache]:
 
 
 def token(output: OutputOption = OutputFormat.table, as_json: JsonOption = False) -> None:
-    """Make a token: the first line is the client's to keep secret, the second one is for the daemon's tenants file."""
+    """Make a token. The first line is the secret for the client, the second one is for the daemon's tenants file."""
     from kvcache.daemon.server.auth import new_token, token_hash
 
     made = new_token()

@@ -84,8 +84,11 @@ def explain(
     output: OutputOption = OutputFormat.table,
     as_json: JsonOption = False,
 ) -> None:
-    """Say why a request, or a prompt, finds no more than it does: where it parts from an earlier one, when its blocks
-    left and who made them, under which other namespace they are."""
+    """Explain why a request or a prompt did not match further.
+
+    Names the first missing block, where the prompt diverges from an earlier one, when and why its blocks were removed,
+    and which other namespace has them.
+    """
     stories = list(_stories(find_one_cache(address), what, model, namespace, count))
     if as_json or output is OutputFormat.json:
         print_json(stories)

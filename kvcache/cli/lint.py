@@ -33,9 +33,11 @@ def lint(
     output: OutputOption = OutputFormat.table,
     as_json: JsonOption = False,
 ) -> None:
-    """Say how much of a log's input repeats, how much of that a cache with unlimited memory finds, at which texts
-    prompts part that go on alike, and what would be found if these stood at the end. Needs the tokenizer, nothing
-    else."""
+    """Report how much of a request log repeats, and which texts prevent reuse.
+
+    Prints the hit rate of an unlimited cache, the texts after which prompts continue alike, and the hit rate if these
+    texts stood at the end. Needs only the tokenizer.
+    """
     import numpy as np
 
     from kvcache.cli.explain import tokenizer_of

@@ -39,9 +39,9 @@ def bypass(
     output: OutputOption = OutputFormat.table,
     as_json: JsonOption = False,
 ) -> None:
-    """Take a running cache out of the path: matches find nothing, stores are dropped; nothing that is stored is lost.
+    """Bypass a running cache: matches find nothing and stores are dropped. Stored blocks are kept.
 
-    It holds until `bypass off`, or until the process ends.
+    The bypass ends with `bypass off` or with the process.
     """
     from kvcache.daemon.client.control import send_command
 
@@ -71,10 +71,11 @@ def clear(
     output: OutputOption = OutputFormat.table,
     as_json: JsonOption = False,
 ) -> None:
-    """Erase records from host memory, drives, Redis and the object store, overwrite what they left, and say when it is
-    done; exit 1 where a tier could not be cleared, or no cache knows what is named.
+    """Erase records from host memory, drives, Redis and the object store, and overwrite the freed space.
 
-    What is given must all fit. Memory and drives of other hosts are theirs to clear: run it there too."""
+    Selects records that fit all given options. Exit code 1 if a tier could not be erased, or if no cache knows a given
+    name. Host memory and drives of other hosts are not erased: run the command there too.
+    """
     from kvcache.daemon.client.control import send_command
 
     given = {"tenant": tenant, "namespace": namespace, "cache_salt": cache_salt}
@@ -132,8 +133,10 @@ def pin(
     output: OutputOption = OutputFormat.table,
     as_json: JsonOption = False,
 ) -> None:
-    """Bring the blocks of a prefix that are there into host memory, and keep them from leaving for a time. All pins
-    together keep at most an eighth of each tier."""
+    """Load the cached blocks of a prefix into host memory and protect them from eviction for a time.
+
+    All pins together hold at most an eighth of each tier.
+    """
     from kvcache.daemon.client.control import send_command
 
     try:
@@ -159,7 +162,7 @@ def unpin(
     output: OutputOption = OutputFormat.table,
     as_json: JsonOption = False,
 ) -> None:
-    """Let a pinned prefix go: it leaves when its turn comes, like any other."""
+    """End a pin. The blocks can be evicted again."""
     from kvcache.daemon.client.control import send_command
 
     replies = send_command(find_one_cache(address), "unpin", pin=int(which) if which.isdecimal() else which)
@@ -206,9 +209,10 @@ def prune(
     output: OutputOption = OutputFormat.table,
     as_json: JsonOption = False,
 ) -> None:
-    """Remove the unused namespaces of a running cache from its own memory and drives.
+    """Remove unused namespaces of a running cache from host memory and drives.
 
-    One of which no use is known counts from when the cache began. Tiers that others share are left alone."""
+    A namespace without a known use counts from the start of the cache. Shared tiers are not changed.
+    """
     from kvcache.daemon.client.control import send_command
 
     try:
@@ -239,10 +243,11 @@ def sync(
     output: OutputOption = OutputFormat.table,
     as_json: JsonOption = False,
 ) -> None:
-    """Wait until all that was stored before is in each tier that its write mode intends; exit 1 otherwise.
+    """Wait until every block stored before is in each tier that its write mode intends. Exit code 1 otherwise.
 
-    Blocks that a tier refused earlier are offered again. A block that left host memory before a tier took it makes one
-    sync fail, the next one."""
+    Blocks that a tier refused are offered again. A block evicted from host memory before the tier took it fails one
+    sync.
+    """
     from kvcache.daemon.client.control import send_command
 
     replies = send_command(find_one_cache(address), "flush", timeout_s=timeout_s + ANSWER_S, seconds=timeout_s)

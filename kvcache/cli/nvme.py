@@ -30,7 +30,7 @@ ProgressCallback = Callable[[int], object]
 def inspect(
     path: DirectoryOption = None, output: OutputOption = OutputFormat.table, as_json: JsonOption = False
 ) -> None:
-    """Count what is in a store: by namespace, by size of slot, and the journal. Reads no record."""
+    """Count the records of a store by namespace and slot size, and describe its journal. Reads no record."""
     from kvcache.tier.nvme.inspect import store_summary
 
     with _opened(path) as tier:
@@ -52,7 +52,7 @@ def inspect(
 
 
 def check(path: DirectoryOption = None, output: OutputOption = OutputFormat.table, as_json: JsonOption = False) -> None:
-    """Audit a store, every record read and verified; change nothing; exit 1 where there is a fault."""
+    """Audit a store and verify every record, without changes. Exit code 1 if there is a fault."""
     with _opened(path) as tier, _progress("reading", tier.usage().records, of_bytes=False) as advance:
         faults = tier.check(lambda: advance(1))
     if as_json or output is OutputFormat.json:
@@ -72,9 +72,9 @@ def scrub(
     output: OutputOption = OutputFormat.table,
     as_json: JsonOption = False,
 ) -> None:
-    """Read and verify every record, and let the damaged ones go; their slots are not used again.
+    """Verify every record and remove damaged ones. Their slots are not used again.
 
-    With --address a running cache does it to its own drives, which are trusted again then; it serves meanwhile.
+    With --address, a running cache scrubs its own drives while it serves. Suspect drives are trusted again afterwards.
     """
     if address is not None:
         if path is not None or dry_run:
@@ -97,7 +97,7 @@ def compact(
     output: OutputOption = OutputFormat.table,
     as_json: JsonOption = False,
 ) -> None:
-    """Write the journal anew: one entry a record, and no more."""
+    """Rewrite the journal with one entry for each record."""
     with _opened(path) as tier:
         found = {"entries": tier.catalog.journal.entries_behind, "records": tier.usage().records}
         if not dry_run and not tier.compact():
@@ -117,7 +117,7 @@ def export(
     output: OutputOption = OutputFormat.table,
     as_json: JsonOption = False,
 ) -> None:
-    """Write the records of a namespace, or all, to one file, each verified. Damaged ones are left out and counted."""
+    """Write the records of one namespace, or of all, to one file. Damaged records are skipped and counted."""
     import asyncio
 
     from kvcache.tier.nvme import archive
@@ -148,7 +148,7 @@ def import_(
     output: OutputOption = OutputFormat.table,
     as_json: JsonOption = False,
 ) -> None:
-    """Take an archive's records into a store, each once it was verified; exit 1 where some did not find room."""
+    """Verify an archive's records and add them to a store. Exit code 1 if some did not fit."""
     import asyncio
 
     from kvcache.tier.nvme import archive
@@ -172,7 +172,7 @@ def rebuild(
     output: OutputOption = OutputFormat.table,
     as_json: JsonOption = False,
 ) -> None:
-    """Make a journal for a store that has lost it, of the records that are sound."""
+    """Rebuild the journal of a store from its sound records."""
     from kvcache.tier.nvme.rebuild import rebuild as made
 
     directory = _directory(path)

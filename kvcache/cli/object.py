@@ -19,7 +19,7 @@ ConfigOption = Annotated[str | None, typer.Option("--config", "-c", help="The se
 
 
 def ls(config: ConfigOption = None, output: OutputOption = OutputFormat.table, as_json: JsonOption = False) -> None:
-    """Name the namespaces in the store, of every writer: objects, bytes, ages. Reads the listing only."""
+    """List the namespaces in the store, of all writers: objects, bytes, ages. Reads only the listing."""
     with _opened(config) as tier:
         spaces = tier.inspector.spaces()
     if as_json or output is OutputFormat.json:
@@ -60,7 +60,7 @@ def prune(
     output: OutputOption = OutputFormat.table,
     as_json: JsonOption = False,
 ) -> None:
-    """Delete old or excess objects of every writer; their blocks become misses."""
+    """Delete old or excess objects of all writers. Their blocks become misses."""
     if older is None and most is None and not expired:
         raise ConfigError("found no filter: give --older-than, --most or --expired")
     try:

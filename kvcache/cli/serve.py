@@ -31,7 +31,7 @@ def serve(
     max_batch_tokens: Annotated[int, typer.Option(min=1, help="Most tokens computed in a step.")] = 2048,
     max_sequences: Annotated[int, typer.Option(min=1, help="Most concurrent requests.")] = 64,
 ) -> None:
-    """Serve a model over HTTP, /v1/completions and /v1/models, until SIGINT or SIGTERM."""
+    """Serve a model over HTTP (/v1/completions, /v1/chat/completions, /v1/models) until SIGINT or SIGTERM."""
     import kvcache
     from kvcache.fleet.warm import read_prompts
     from kvcache.settings.sources import load

@@ -27,7 +27,7 @@ def ls(
     output: OutputOption = OutputFormat.table,
     as_json: JsonOption = False,
 ) -> None:
-    """Name the namespaces of a running cache: bytes in each tier, requested tokens and found, last use."""
+    """List the namespaces of a running cache: bytes in each tier, requested and matched tokens, last use."""
     from kvcache.daemon.client.control import send_command
 
     rows = send_command(find_one_cache(address), "namespaces", timeout_s=60.0)["namespaces"]
@@ -76,10 +76,10 @@ def last_use(row: NamespaceRow) -> str:
 def check(
     address: AddressOption = None, output: OutputOption = OutputFormat.table, as_json: JsonOption = False
 ) -> None:
-    """Audit all that a running cache holds, every record on its drive included; exit 1 if there is a fault.
+    """Audit a running cache and verify every record on its drives. Exit code 1 if there is a fault.
 
-    It goes on serving meanwhile, but waits while its index is walked: about half a second for a million blocks, and
-    some seconds more if they are in flux. A large drive takes minutes.
+    The cache serves meanwhile. It stalls while its index is walked: about half a second for a million blocks, and a few
+    seconds more while many blocks change. A large drive takes minutes.
     """
     from kvcache.daemon.client.control import send_command
 
@@ -111,7 +111,7 @@ def events(
     output: OutputOption = OutputFormat.table,
     as_json: JsonOption = False,
 ) -> None:
-    """Runs of blocks that were stored, loaded, evicted, dropped or refused lately, the newest last."""
+    """List recent runs of blocks that were stored, loaded, evicted, dropped or refused, the newest last."""
     from kvcache.daemon.client.control import send_command
 
     found = send_command(find_one_cache(address), "events", count=count)["events"]
@@ -172,8 +172,10 @@ def _used(tier: Mapping[str, int] | None) -> str:
 def quota(
     address: AddressOption = None, output: OutputOption = OutputFormat.table, as_json: JsonOption = False
 ) -> None:
-    """Tell the tenants of a running cache: what each has in each tier, how much it may have, what others leave it; of a
-    daemon with tenants, what each may ask for in a second as well."""
+    """Show the tenants of a running cache: bytes, quota and guaranteed share in each tier.
+
+    For a daemon with a tenants file, also the rate limits.
+    """
     from kvcache.daemon.client.control import send_command
 
     path, rates = find_one_cache(address), {}

@@ -53,9 +53,9 @@ def size(
     output: OutputOption = OutputFormat.table,
     as_json: JsonOption = False,
 ) -> None:
-    """Bytes of keys and values: a token, a block, a context; and how many contexts fit into memory of given sizes.
+    """Show the bytes of keys and values of a token, a block and a context, and the contexts that fit into a capacity.
 
-    A token takes 2 x layers x KV heads x head size x bytes of an element; with MLA, layers x latent x bytes.
+    A token takes 2 x layers x KV heads x head size x bytes of an element. With MLA it takes layers x latent x bytes.
     """
     shape = (layers, heads, kv_heads, mla_latent)
     if model is not None:

@@ -32,7 +32,7 @@ def stats(
     ] = False,
     by: Annotated[GroupBy | None, typer.Option(help="With --curve: break the rates down by this label.")] = None,
 ) -> None:
-    """Tiers, tokens and reasons of one running cache, since it was opened."""
+    """Show tiers, tokens and miss reasons of one running cache since its start."""
     from kvcache.daemon.client.control import send_command
 
     if curve or by is not None:
@@ -129,7 +129,7 @@ def _reasons(found: Stats) -> Iterator[tuple[str, str, str, str]]:
 
 
 def ls(output: OutputOption = OutputFormat.table, as_json: JsonOption = False) -> None:
-    """Name every metric, and say what it is."""
+    """List every metric with its description."""
     from kvcache.observe.metrics import METRICS
 
     if as_json or output is OutputFormat.json:
@@ -140,14 +140,14 @@ def ls(output: OutputOption = OutputFormat.table, as_json: JsonOption = False) -
 
 
 def grafana() -> None:
-    """Print a dashboard for Grafana, which is written from the table of metrics."""
+    """Print a Grafana dashboard, generated from the table of metrics."""
     from kvcache.observe.dashboards import dashboard
 
     print_json(dashboard())
 
 
 def alerts() -> None:
-    """Print rules for Prometheus by which it calls somebody, written from the same table."""
+    """Print alert rules for Prometheus, generated from the table of metrics."""
     from kvcache.observe.dashboards import rules
 
     print(rules(), end="")

@@ -35,7 +35,7 @@ def top(
     output: OutputOption = OutputFormat.table,
     as_json: JsonOption = False,
 ) -> None:
-    """Watch a running cache: tiers, hit rate, reasons, prefixes, tenants, agents, events. Ctrl-C leaves."""
+    """Watch a running cache: tiers, hit rate, miss reasons, prefixes, tenants, agents, events. Ctrl-C quits."""
     from rich.console import Console
 
     take_snapshot = _http_source(url, token_file) if url is not None else _socket_source(find_one_cache(address))

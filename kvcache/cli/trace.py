@@ -35,10 +35,10 @@ def replay(
     output: OutputOption = OutputFormat.table,
     as_json: JsonOption = False,
 ) -> None:
-    """Drive a real cache with a trace: what it hits, from which tier, and the time to the first token.
+    """Replay a trace on a real cache and report hits by tier and time to first token.
 
-    One engine serves one request at a time; what it would compute is a pause, everything else is done. Each block that
-    is loaded is compared with what was stored; exit 1 if one differs.
+    One engine serves one request at a time. Its computation is replaced by a pause; all other work is real. Each loaded
+    block is compared with the stored one. Exit code 1 if a block differs.
     """
     import numpy as np
 
@@ -135,7 +135,7 @@ def simulate(
     as_json: Annotated[Path | None, typer.Option("--json", help="Write the rows to this file; - prints them.")] = None,
     png: Annotated[Path | None, typer.Option(help="Draw hit rates by size into this file.")] = None,
 ) -> None:
-    """Play a trace to policies and say what they would have found of it, by size, beside perfect foresight (opt)."""
+    """Simulate eviction policies on a trace: hit rates by capacity, with the optimal policy (opt) as upper limit."""
     from kvcache.trace.formats import read_trace
     from kvcache.trace.simulate import POLICIES
     from kvcache.trace.simulate import simulate as play

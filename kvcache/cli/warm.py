@@ -43,10 +43,10 @@ def warm(
     output: OutputOption = OutputFormat.table,
     as_json: JsonOption = False,
 ) -> None:
-    """Have prefixes near before they are asked for: those of FILE are read where the fleet has them, and computed once
-    in the fleet where it has not; those of --hot are fetched from the fleet's Redis.
+    """Warm this node's cache. Run it on each node, beside the engine. Exit code 1 if a prompt failed.
 
-    Run it on each node, beside the engine. Exit code 1 where a prompt failed.
+    Prompts of FILE are read from the fleet's shared tiers, or computed once in the fleet. --hot fetches the most used
+    prefixes from the fleet's Redis.
     """
     if (file is None) == (hot is None):
         raise ConfigError("give a FILE of prompts with --engine, or --hot N: one of them")
@@ -154,8 +154,8 @@ def begin(cache: Path | None) -> None:
 def wait_settled(cache: Path | None, within_s: float) -> bool:
     """Return whether the engine's blocks since `begin` are in each tier that the fleet shares.
 
-    The cache is the given one, or, where it is unknown, all that this user runs here. A cache that does not answer is
-    asked again until the time is over.
+    `cache`: its address, or None for all running caches of this user. A cache that does not answer is asked again until
+    the time limit.
     """
     from kvcache.daemon.client.control import find_caches, send_command
 
