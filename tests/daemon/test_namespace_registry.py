@@ -244,7 +244,7 @@ def test_a_namespace_of_an_open_request_stays_bound(in_process: InProcessDaemon)
         for i in range(24):
             bound_to(cache, cache_salt=str(i))
         (session,) = in_process.daemon.sessions
-        (mine,) = session._bound_of.values()
+        (mine,) = session._handle_of.values()
         assert mine not in [handle for handle, _ in session._handles.values()]
         assert len(in_process.cache.handles) < 24, "others were released"
         assert mine in in_process.cache.handles

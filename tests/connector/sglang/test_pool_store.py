@@ -235,7 +235,7 @@ def test_cache_faults_raise_no_error(fault: Any) -> None:
     cache.fault = fault
     other = pool()
     store = pool_store(cache, other)
-    store.deadline_s = 1.0 if fault == "hung" else 30.0
+    store.deadline_s = 1.0 if fault in {"asking", "hung"} else 30.0  # both take all of it
     assert store.match_prefix(keys) == (0 if fault == "asking" else 8)
     came = store.load(keys, range(8))
     assert came == [True] * came.count(True) + [False] * came.count(False)
