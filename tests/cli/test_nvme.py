@@ -163,6 +163,9 @@ def test_an_import_refuses_any_changed_byte(store: Path, tmp_path: Path, shell: 
             bad[at] ^= 1
             file.write_bytes(bad)
             assert str(file) in shell("import", file, "--dry-run", code=2), at
+    later = msgpack.packb({"version": 2, "namespace": None})
+    file.write_bytes(whole.replace(msgpack.packb({"version": 1, "namespace": None}), later, 1))
+    assert "import it with the version that wrote it" in shell("import", file, "--dry-run", code=2)
     file.write_bytes(whole + msgpack.packb(1))
     assert "its end says" in shell("import", file, "--dry-run", code=2)
 

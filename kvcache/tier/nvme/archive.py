@@ -134,7 +134,9 @@ async def _batches(values: AsyncIterator[Any], path: str) -> AsyncIterator[list[
         raise StoreError(f"archive {path}: ends before its first record: it was cut short; export it anew")
     version = about.get("version") if isinstance(about, dict) else None
     if version != VERSION:
-        raise StoreError(f"archive {path}: version {version}, this one reads {VERSION}")
+        raise StoreError(
+            f"archive {path}: version {version!r:.20}, expected {VERSION}; import it with the version that wrote it"
+        )
     namespace = about.get("namespace", b"")
     if namespace is not None and not (isinstance(namespace, bytes) and len(namespace) == _ID_BYTES):
         raise StoreError(f"archive {path}: its head names no namespace, nor all of them; export it anew")
