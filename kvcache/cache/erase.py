@@ -20,7 +20,7 @@ from kvcache.errors import ConfigError, NotFoundError
 from kvcache.index.index import Index
 from kvcache.log import logger
 from kvcache.os_env import OsEnv
-from kvcache.tier.tier import Outcome, Tier
+from kvcache.tier.tier import Outcome, SupportsOwners, SupportsPurge, SupportsScrub, SupportsWipe, Tier, call
 
 # Removal of namespaces from tiers. Loads in progress still complete.
 
@@ -44,7 +44,7 @@ def remove(namespaces: Collection[bytes], index: Index, tier: Tier) -> int:
         batch = records[first : first + BATCH_RECORDS]
         for address in batch:
             index.discard(address, tier.name)  # before the removal, so that no lookup finds a removed record
-        removed += tier.remove(batch).count(Outcome.DONE)
+        removed += call(tier, "remove", batch).count(Outcome.DONE)
     return removed
 
 
@@ -117,6 +117,8 @@ class Erasure:
 
     def _note(self, namespace: bytes, owner: Owner) -> None:
         for tier in self._tiers:
+            if not isinstance(tier, SupportsOwners):
+                continue
             try:
                 tier.note_owner(namespace, owner)
             except OSError as error:
@@ -151,7 +153,7 @@ class Erasure:
         owners, unknown = dict(self._owners), dict[str, str]()
         for tier in self._tiers:
             try:
-                owners |= tier.owners()
+                owners |= tier.owners() if isinstance(tier, SupportsOwners) else {}
             except OSError as error:
                 unknown[tier.name] = str(error)
         if namespace is None:
@@ -196,8 +198,9 @@ class Erasure:
         """Erase while tiers keep their emptied files, so that these are overwritten before they are removed."""
         with ExitStack() as stack:
             for tier in self._tiers:
-                tier.keep_files(True)
-                stack.callback(tier.keep_files, False)
+                if isinstance(tier, SupportsScrub):
+                    tier.keep_files(True)
+                    stack.callback(tier.keep_files, False)
             return self._erase(namespaces)
 
     def _erase(self, namespaces: list[bytes]) -> EraseResult:
@@ -215,7 +218,8 @@ class Erasure:
             for tier in self._tiers:
                 try:
                     removed = remove(namespaces, self._index, tier)
-                    removed += sum(tier.purge(namespace) or 0 for namespace in namespaces)
+                    if isinstance(tier, SupportsPurge):
+                        removed += sum(map(tier.purge, namespaces))
                     erased.incomplete.pop(tier.name, None)
                 except OSError as error:
                     erased.incomplete[tier.name] = str(error)
@@ -226,7 +230,7 @@ class Erasure:
                 break
         self._wipe()
         for tier in self._tiers:
-            if not tier.wipe():
+            if isinstance(tier, SupportsWipe) and not tier.wipe():
                 erased.incomplete[tier.name] = "some freed space was not overwritten"
             elif tier.name not in erased.incomplete and (reason := _reason_for_remaining(namespaces, tier)):
                 erased.incomplete[tier.name] = reason
@@ -241,7 +245,8 @@ class Erasure:
 def _reason_for_remaining(namespaces: Collection[bytes], tier: Tier) -> str:
     """Why a tier may still have records, else "". A shared tier may not answer; its state is then unknown."""
     try:
-        tier.owners()
+        if isinstance(tier, SupportsOwners):
+            tier.owners()
     except OSError as error:
         return str(error)
     remaining = sum(address.namespace in namespaces for address in tier.scan())

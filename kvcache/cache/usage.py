@@ -16,7 +16,7 @@ from kvcache.block.chain import SIGNATURE_BYTES
 from kvcache.block.record import record_bytes
 from kvcache.index.index import Index
 from kvcache.os_env import Clock
-from kvcache.tier.tier import Tier
+from kvcache.tier.tier import SupportsNamespaceUsage, Tier
 
 # Records and bytes of each namespace in each tier, counted on request. Counting a million records takes a large part of
 # a second of one core. A count is therefore reused for MIN_COUNT_AGE_S, or COUNT_AGE_RATIO times its own duration if
@@ -78,16 +78,15 @@ class NamespaceUsage:
         counted: dict[bytes, dict[str, TierUsage]] = {}
         sizes = self._sizes()
         for tier in self._tiers:
-            by_namespace = tier.usage_by_namespace()
-            if by_namespace is None:
+            if isinstance(tier, SupportsNamespaceUsage):
+                for namespace, (records, size) in tier.usage_by_namespace().items():
+                    counted.setdefault(namespace, {})[tier.name] = TierUsage(records, size)
+            else:
                 for shard_key, records in self._index.records_by_shard(tier.name).items():
                     of_namespace = counted.setdefault(shard_key[:SIGNATURE_BYTES], {})
                     previous = of_namespace.get(tier.name, TierUsage(0, 0))
                     size = record_bytes(sizes[shard_key]) if shard_key in sizes and not tier.shared else 0
                     of_namespace[tier.name] = TierUsage(previous.records + records, previous.bytes + records * size)
-            else:
-                for namespace, (records, size) in by_namespace.items():
-                    counted.setdefault(namespace, {})[tier.name] = TierUsage(records, size)
         return counted
 
 

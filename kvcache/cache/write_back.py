@@ -24,7 +24,7 @@ from kvcache.observe.events import EventKind
 from kvcache.settings.tiers import WriteMode
 from kvcache.tier.host.arena import Region, Slab, Slot
 from kvcache.tier.host.tier import HostRecord, segments
-from kvcache.tier.tier import BACKGROUND, Outcome, Segments, Ticket, Tier
+from kvcache.tier.tier import BACKGROUND, Outcome, Segments, SupportsColocation, Ticket, Tier, call
 
 # Copies of records that host has evicted, in bounded, reused memory.
 
@@ -349,7 +349,7 @@ class WriteBackQueue:
                 pending.add(address.name)
             else:
                 headless.append(address)
-        self.tier.remove(headless)
+        call(self.tier, "remove", headless)
         self._counters.add("drops", sum(address.name not in self._again for address in headless), reason="orphan")
         self._refuse(headless)
         return [address for address in written if address.name in pending]
@@ -441,8 +441,10 @@ class WriteBackQueue:
         """
         free_slots, used = self.tier.free_slots(size), self.tier.usage().used_bytes
         names = {address.name for address in victims}
-        colocated = [a for a in self.tier.colocated(victims[0]) if a.name not in names]
-        if self._remove(victims) and self.tier.free_slots(size) == free_slots:
+        colocated: list[Address] = []
+        if isinstance(self.tier, SupportsColocation):
+            colocated = [a for a in self.tier.colocated(victims[0]) if a.name not in names]
+        if self._remove(victims) and colocated and self.tier.free_slots(size) == free_slots:
             evictable = self._cost_classes.evictable(self.tier.name, colocated, tenant)
             self._remove([a for a in evictable if self._index.discard(a, self.tier.name, unless_held=True)])
         return used - self.tier.usage().used_bytes
@@ -450,7 +452,7 @@ class WriteBackQueue:
     def _remove(self, victims: Sequence[Address]) -> bool:
         """Remove evicted records from the tier; True if all were removed."""
         all_removed = True
-        for address, outcome in zip(victims, self.tier.remove(victims), strict=True):
+        for address, outcome in zip(victims, call(self.tier, "remove", victims), strict=True):
             if outcome in (Outcome.DONE, Outcome.NOT_FOUND):
                 kept = "yes" if self._index.contains(address) else "no"
                 self._counters.add("evicted_blocks", tier=self.tier.name, kept=kept)

@@ -8,10 +8,10 @@ from collections.abc import Callable, Iterator, Sequence
 from kvcache.block.record import Address, RecordError, read_header, verify
 from kvcache.errors import ClosedError
 from kvcache.os_env import OsEnv
-from kvcache.tier.tier import DEMAND, Op, Outcome, Segments, Ticket, TierDefaults, Usage, check_segments, same_record
+from kvcache.tier.tier import DEMAND, BlockingCalls, Op, Outcome, Segments, Ticket, Usage, check_segments, same_record
 
 
-class MemoryTier(TierDefaults):
+class MemoryTier(BlockingCalls):
     name = "memory"
     durable = shared = False
 
@@ -102,15 +102,13 @@ class MemoryTier(TierDefaults):
     def free_slots(self, record_bytes: int) -> int:
         return (self._capacity_bytes - self._used_bytes) // record_bytes
 
-    def colocated(self, address: Address) -> list[Address]:
-        with self._lock:
-            held = self._records.get(address.name)
-            return [held[0]] if held else []
-
     def scan(self) -> Iterator[Address]:
         with self._lock:
             addresses = [address for address, _ in self._records.values()]
         yield from addresses
+
+    def health_issues(self) -> list[str]:
+        return []
 
     def sync(self) -> bool:
         """Return at once: memory has no pending writes."""

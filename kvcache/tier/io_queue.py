@@ -25,7 +25,7 @@ from itertools import count
 from kvcache.block.record import Address
 from kvcache.errors import ClosedError
 from kvcache.os_env import OsEnv
-from kvcache.tier.tier import DEMAND, Op, Outcome, Segments, Ticket, TierDefaults, check_segments
+from kvcache.tier.tier import DEMAND, BlockingCalls, Op, Outcome, Segments, Ticket, check_segments
 
 MAX_QUEUED_BLOCKS = 1 << 17
 WORK_UNIT_BYTES = 4 << 20
@@ -243,7 +243,7 @@ class DeadlineTicket(Ticket):
 # The worker threads.
 
 
-class QueuedTier(TierDefaults, ABC):
+class QueuedTier(BlockingCalls, ABC):
     """Base class of a tier whose calls wait for threads of a bounded pool.
 
     A subclass defines `_execute`, `_settle_rest` and `_count_defect`, and overrides other hooks where needed.

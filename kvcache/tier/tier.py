@@ -4,7 +4,15 @@
     ticket.outcomes        # one a block, readable as they arrive
     ticket.wait(0.2)
 
-Guarantees of every implementation, tested by `tests/contract/test_tier.py`:
+The life of a record, as a sequence of calls:
+
+1. `free_slots` before a write. Without it, a write to a full tier ends with NO_CAPACITY and the block is lost there.
+2. `submit("write")`, heads before tails, and `wait`. A caller that frees the segments earlier corrupts the record.
+3. `sync` before a caller is told that the record is durable. Without it, a crash loses records that said DONE.
+4. `submit("remove")`, tails before heads. Without it, the record keeps its space until the tier is full.
+5. `close`. Without it, threads, connections and the lock of a directory stay until the process ends.
+
+Guarantees of every implementation, tested by `kvcache.testing.tier`:
 
 - A read that says DONE filled the segments with the record written under that address. Its header, namespace,
   signature, parent (where both sides know it), lengths and checksums were compared. Any other outcome leaves the
@@ -19,6 +27,9 @@ Guarantees of every implementation, tested by `tests/contract/test_tier.py`:
 Segments belong to the caller. The caller keeps them unchanged (write) or unread (read) until the block has its outcome.
 A block's first segment is the record's header area; the others are its payload, in order; see
 `kvcache/block/record.py`.
+
+What only some tiers can do is a protocol of its own (`SupportsColocation` to `SupportsOwners`). The cache tests for
+each with `isinstance`.
 """
 
 from __future__ import annotations
@@ -27,7 +38,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import Literal, Protocol
+from typing import Literal, Protocol, runtime_checkable
 
 from kvcache.block.cipher import RecordSigner
 from kvcache.block.namespace import Owner
@@ -184,38 +195,13 @@ class Tier(Protocol):
             deadline: in seconds of the clock of `OsEnv`.
         """
 
-    def read(self, addresses: Sequence[Address], segments: Sequence[Segments]) -> tuple[Outcome, ...]: ...
-    def write(self, addresses: Sequence[Address], segments: Sequence[Segments]) -> tuple[Outcome, ...]: ...
-    def contains(self, addresses: Sequence[Address]) -> tuple[Outcome, ...]: ...
-    def remove(self, addresses: Sequence[Address]) -> tuple[Outcome, ...]: ...
-
     def free_slots(self, record_bytes: int) -> int:
         """Return how many more records of this size (header area and payload) fit now."""
-
-    def colocated(self, address: Address) -> list[Address]:
-        """Return the records that share a slab or a segment with this one.
-
-        All of them must be removed before records of another size can use the memory or disk.
-        """
 
     def scan(self) -> Iterator[Address]:
         """Yield the addresses of all records, heads before tails where the tier knows.
 
         For tiers that outlive the process.
-        """
-
-    def on_loss(self, tell: Callable[[Address], object]) -> None:
-        """Set the callback for records that are lost without a request.
-
-        A record is lost where a sync or scrub finds it damaged, or where its file is missing. A loss that a read finds
-        is that read's outcome.
-        """
-
-    def runs(self) -> Iterator[tuple[Address, bytes]]:
-        """Yield all records in runs where the tier can, in fewer steps than `scan`.
-
-        Yields a run's first address, and the signatures of its records, concatenated. The records of a run share
-        namespace, group and shard, and each follows its parent.
         """
 
     def health_issues(self) -> list[str]:
@@ -229,45 +215,8 @@ class Tier(Protocol):
 
     def usage(self) -> Usage: ...
 
-    def usage_by_namespace(self) -> dict[bytes, tuple[int, int]] | None:
-        """Return records and bytes by namespace, None where the tier does not count them. No I/O."""
-
     def check(self) -> list[str]:
         """Audit the tier; return one line a fault."""
-
-    def scrub(self, *, unwanted: RecordFilter | None = None) -> ScrubReport:
-        """Verify every record.
-
-        Remove the damaged and the unwanted ones. A drive suspected of damage is trusted again afterwards.
-        """
-
-    def purge(self, namespace: bytes) -> int | None:
-        """Remove a whole namespace, and return its number of records.
-
-        None where the tier can only remove record by record.
-        """
-
-    def keep_files(self, keep: bool) -> None:
-        """Between True and False, return no file to the file system: `wipe` could not reach its former bytes."""
-
-    def wipe(self) -> bool:
-        """Overwrite the remains of removed records; False where some could not be overwritten."""
-
-    def expirations(self) -> Iterable[tuple[Address, int]]:
-        """Return the records that expire, with their expiry in milliseconds since 1970.
-
-        For tiers that outlive the process and are not shared. Takes long.
-        """
-
-    def note_owner(self, namespace: bytes, owner: Owner) -> None:
-        """Keep the owner of a namespace with its records, where those outlive the process.
-
-        Raises:
-            OSError: the owner could not be kept.
-        """
-
-    def owners(self) -> Mapping[bytes, Owner]:
-        """Return the noted owners by namespace, those of earlier processes included."""
 
     def close(self) -> bool:
         """Finish what was submitted, make it durable, and release everything.
@@ -277,70 +226,121 @@ class Tier(Protocol):
         """
 
 
-class TierDefaults:
-    """A base class with defaults.
+@runtime_checkable
+class SupportsColocation(Protocol):
+    """A tier that frees memory or disk space only in units of several records."""
 
-    It has the four blocking calls over `submit`, and `runs` over `scan`. By default a tier has no health issues,
-    losses, owners, expirations, files or scrub.
-    """
+    def colocated(self, address: Address) -> list[Address]:
+        """Return the records that share a slab or a segment with this one; empty if the record is absent.
 
-    submit: Callable[..., Ticket]
-    scan: Callable[[], Iterator[Address]]
+        All of them must be removed before records of another size can use the memory or disk.
+        """
+
+
+@runtime_checkable
+class SupportsRestore(Protocol):
+    """A tier of this cache alone that has its records again after a restart."""
 
     def runs(self) -> Iterator[tuple[Address, bytes]]:
-        for address in self.scan():
-            yield address, address.signature
+        """Yield all records in runs, in fewer steps than `scan`.
 
-    def health_issues(self) -> list[str]:
-        return []
+        Yields a run's first address, and the signatures of its records, concatenated. The records of a run share
+        namespace, group and shard, and each follows its parent.
+        """
 
     def on_loss(self, tell: Callable[[Address], object]) -> None:
-        """No record is lost by itself."""
+        """Set the callback for records that are lost without a request.
 
-    def usage_by_namespace(self) -> dict[bytes, tuple[int, int]] | None:
-        return None
-
-    def scrub(self, *, unwanted: RecordFilter | None = None) -> ScrubReport:
-        """Nothing to scrub: the tier has no medium."""
-        return ScrubReport()
-
-    def purge(self, namespace: bytes) -> int | None:
-        return None
-
-    def keep_files(self, keep: bool) -> None:
-        """The tier has no files."""
-
-    def wipe(self) -> bool:
-        """Nothing to overwrite."""
-        return True
+        A record is lost where a sync or scrub finds it damaged, or where its file is missing. A loss that a read finds
+        is that read's outcome.
+        """
 
     def expirations(self) -> Iterable[tuple[Address, int]]:
-        return ()
+        """Return the records that expire, with their expiry in milliseconds since 1970. Takes long."""
+
+
+@runtime_checkable
+class SupportsNamespaceUsage(Protocol):
+    """A tier that counts its records by namespace."""
+
+    def usage_by_namespace(self) -> dict[bytes, tuple[int, int]]:
+        """Return records and bytes by namespace. No I/O."""
+
+
+@runtime_checkable
+class SupportsWipe(Protocol):
+    """A tier on memory or a drive of this host, whose free space can be overwritten."""
+
+    def wipe(self) -> bool:
+        """Overwrite the remains of removed records; False where some could not be overwritten."""
+
+
+@runtime_checkable
+class SupportsScrub(SupportsWipe, Protocol):
+    """A tier of files on a drive."""
+
+    def scrub(self, *, unwanted: RecordFilter | None = None) -> ScrubReport:
+        """Verify every record.
+
+        Remove the damaged and the unwanted ones. A drive suspected of damage is trusted again afterwards.
+        """
+
+    def keep_files(self, keep: bool) -> None:
+        """Between True and False, return no file to the file system: `wipe` could not reach its former bytes."""
+
+
+@runtime_checkable
+class SupportsPurge(Protocol):
+    """A shared tier that keeps more of a namespace than its records."""
+
+    def purge(self, namespace: bytes) -> int:
+        """Remove the rest of a namespace after its records; return how many more records that removed.
+
+        Raises:
+            OSError: the server does not answer or refuses.
+        """
+
+
+@runtime_checkable
+class SupportsOwners(Protocol):
+    """A tier that keeps the owner of each namespace with its records, because those outlive the process."""
 
     def note_owner(self, namespace: bytes, owner: Owner) -> None:
-        """No record outlives the process."""
+        """Keep the owner of a namespace.
+
+        Raises:
+            OSError: the owner could not be kept.
+        """
 
     def owners(self) -> Mapping[bytes, Owner]:
-        return {}
+        """Return the noted owners by namespace, those of earlier processes included.
 
-    def _submit_and_wait(
-        self, op: Op, addresses: Sequence[Address], segments: Sequence[Segments] = ()
-    ) -> tuple[Outcome, ...]:
-        ticket = self.submit(op, addresses, segments)
-        ticket.wait()
-        return ticket.outcomes
+        Raises:
+            OSError: the server does not answer or refuses.
+        """
 
-    def read(self, addresses: Sequence[Address], segments: Sequence[Segments]) -> tuple[Outcome, ...]:
-        return self._submit_and_wait("read", addresses, segments)
 
-    def write(self, addresses: Sequence[Address], segments: Sequence[Segments]) -> tuple[Outcome, ...]:
-        return self._submit_and_wait("write", addresses, segments)
+def call(tier: Tier, op: Op, addresses: Sequence[Address], segments: Sequence[Segments] = ()) -> tuple[Outcome, ...]:
+    """Submit a batch and wait for its outcomes."""
+    ticket = tier.submit(op, addresses, segments)
+    ticket.wait()
+    return ticket.outcomes
 
-    def contains(self, addresses: Sequence[Address]) -> tuple[Outcome, ...]:
-        return self._submit_and_wait("contains", addresses)
 
-    def remove(self, addresses: Sequence[Address]) -> tuple[Outcome, ...]:
-        return self._submit_and_wait("remove", addresses)
+class BlockingCalls:
+    """A mixin for tiers: `read`, `write`, `contains` and `remove` wait for their outcomes."""
+
+    def read(self: Tier, addresses: Sequence[Address], segments: Sequence[Segments]) -> tuple[Outcome, ...]:
+        return call(self, "read", addresses, segments)
+
+    def write(self: Tier, addresses: Sequence[Address], segments: Sequence[Segments]) -> tuple[Outcome, ...]:
+        return call(self, "write", addresses, segments)
+
+    def contains(self: Tier, addresses: Sequence[Address]) -> tuple[Outcome, ...]:
+        return call(self, "contains", addresses)
+
+    def remove(self: Tier, addresses: Sequence[Address]) -> tuple[Outcome, ...]:
+        return call(self, "remove", addresses)
 
 
 def check_segments(op: Op, addresses: Sequence[Address], segments: Sequence[Segments]) -> None:

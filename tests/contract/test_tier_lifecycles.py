@@ -11,7 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from kvcache.block.record import Address
 from kvcache.testing.tier import DONE, NOT_FOUND, TierFixture, write
-from kvcache.tier.tier import Outcome
+from kvcache.tier.tier import Outcome, SupportsColocation
 from tests.contract.tier_kinds import KINDS, make
 from tests.tier.blocks import buffer, chain, payload
 
@@ -57,7 +57,11 @@ class AgainstDict(RuleBasedStateMachine):
 
     @rule(address=st.sampled_from(blocks))
     def remove_siblings(self, address: Address) -> None:
-        colocated = self.bench.tier.colocated(address)
+        tier = self.bench.tier
+        if isinstance(tier, SupportsColocation):
+            colocated = tier.colocated(address)
+        else:
+            colocated = [address] if address in self.held else []
         assert (address in self.held) == (address in colocated)
         assert set(colocated) <= set(self.held)
         assert set(self.bench.tier.remove(colocated)) <= {DONE}

@@ -95,7 +95,6 @@ def test_blocks_spread_over_nodes_and_are_found(cluster: Cluster, tier: RedisTie
     assert tier.check() == []
     assert tier.usage().records == 60
     assert tier.free_slots(12_000) > 0
-    assert tier.colocated(blocks[0]) == [blocks[0]]
     assert tier.remove(blocks) == (DONE,) * 60 + (NOT_FOUND,) * 30
     assert len(tier.breakers) == 3
 

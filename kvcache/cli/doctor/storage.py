@@ -23,7 +23,7 @@ from kvcache.settings.sources import load
 from kvcache.settings.types import MiB, show_bytes
 from kvcache.tier.object import ObjectTier
 from kvcache.tier.redis import RedisTier
-from kvcache.tier.tier import Outcome, Tier
+from kvcache.tier.tier import Outcome, Tier, call
 from kvcache.transfer.pages import GroupPages
 
 # Checks whether the NVMe tier is on a drive, whether it bypasses the page cache, and how fast it is. The rates are
@@ -162,10 +162,10 @@ def round_trip(tier: Tier, remedy: str) -> Finding:
     out[area : area + PROBE_BYTES] = given
     seal(out[:area], out[area:], address, stored_bytes=PROBE_BYTES)
     began = perf_counter()
-    (written,) = tier.write([address], [[out[:area], out[area:]]])
-    (read,) = tier.read([address], [[back[:area], back[area:]]])
+    (written,) = call(tier, "write", [address], [[out[:area], out[area:]]])
+    (read,) = call(tier, "read", [address], [[back[:area], back[area:]]])
     seconds = perf_counter() - began
-    tier.remove([address])
+    call(tier, "remove", [address])
     if (written, read) != (Outcome.DONE, Outcome.DONE) or back[area : area + PROBE_BYTES] != given:
         cause = "".join(f", {line}" for line in tier.health_issues())
         return fail(f"{tier.name} trip", f"a write was {written.value}, a read {read.value}{cause}", remedy)

@@ -255,11 +255,20 @@ class Arena:
     Thread safety: all methods may be called from any thread.
     """
 
-    def __init__(self, capacity_bytes: int, slab_bytes: int, executor: Executor, *, shared: bool = False) -> None:
+    def __init__(
+        self,
+        capacity_bytes: int,
+        slab_bytes: int,
+        executor: Executor,
+        *,
+        shared: bool = False,
+        quota: Callable[[str], int] | None = None,
+    ) -> None:
         """Create an empty arena.
 
         Args:
             shared: use memory that other processes may map.
+            quota: the most bytes of a tenant; all of the arena where None.
         """
         self.shared = shared
         self.capacity_bytes, self.slab_bytes = capacity_bytes, min(slab_bytes, capacity_bytes)
@@ -268,7 +277,7 @@ class Arena:
         self._executor = executor
         self.used_bytes = 0
         self._used_by_tenant: dict[str, int] = {}
-        self.quota: Callable[[str], int] = lambda tenant: capacity_bytes
+        self._quota = quota or (lambda tenant: capacity_bytes)
         """Returns the most bytes that a tenant may use."""
         self._slabs: dict[SlabClass, list[Slab]] = {}
         self._open: dict[SlabClass, dict[Slab, None]] = {}  # slabs with a free slot; the last one is filled first
@@ -324,7 +333,7 @@ class Arena:
             return self._spare_bytes(tenant)
 
     def _spare_bytes(self, tenant: str) -> int:
-        return self.quota(tenant) - self._used_by_tenant.get(tenant, 0)
+        return self._quota(tenant) - self._used_by_tenant.get(tenant, 0)
 
     def _charge(self, tenant: str, change_bytes: int) -> None:
         self.used_bytes += change_bytes

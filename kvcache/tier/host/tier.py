@@ -23,7 +23,7 @@ from kvcache.block.record import (
 from kvcache.errors import ClosedError
 from kvcache.os_env import OsEnv
 from kvcache.tier.host.arena import Arena, Slab, Slot
-from kvcache.tier.tier import DEMAND, Op, Outcome, Segments, Ticket, TierDefaults, Usage, check_segments, same_record
+from kvcache.tier.tier import DEMAND, BlockingCalls, Op, Outcome, Segments, Ticket, Usage, check_segments, same_record
 
 
 class HostRecord:
@@ -41,7 +41,7 @@ def segments(held: HostRecord) -> tuple[memoryview, memoryview]:
     return view[:area], view[area:]
 
 
-class HostTier(TierDefaults):
+class HostTier(BlockingCalls):
     name = "host"
     durable = shared = False
 
@@ -52,11 +52,13 @@ class HostTier(TierDefaults):
         slab_bytes: int = 256 << 20,
         verify_arena: bool = False,
         shared: bool = False,
+        quota: Callable[[str], int] | None = None,
         os_env: OsEnv | None = None,
     ) -> None:
+        """`quota`: the most bytes of a tenant; all of the tier where None."""
         self._os_env = os_env or OsEnv()
         self._executor = self._os_env.executor(1, "host")
-        self.arena = Arena(capacity_bytes, slab_bytes, self._executor, shared=shared)
+        self.arena = Arena(capacity_bytes, slab_bytes, self._executor, shared=shared, quota=quota)
         self._executor.submit(self.arena.prepare)
         self._verify = verify_arena
         self._closed = False
@@ -359,6 +361,9 @@ class HostTier(TierDefaults):
         with self._lock:
             addresses = [held.address for held in self._records.values()]
         yield from addresses
+
+    def health_issues(self) -> list[str]:
+        return []
 
     def sync(self) -> bool:
         """Nothing to sync."""

@@ -26,13 +26,13 @@ from kvcache.tier.nvme.restore_order import runs, scan
 from kvcache.tier.nvme.tier import NvmeTier
 from kvcache.tier.tier import (
     DEMAND,
+    BlockingCalls,
     Op,
     Outcome,
     RecordFilter,
     ScrubReport,
     Segments,
     Ticket,
-    TierDefaults,
     Usage,
     check_segments,
 )
@@ -80,7 +80,7 @@ def open_drives(
     return tiers[0] if len(paths) == 1 else MultiDriveTier(tiers, health_issues, os_env or OsEnv())
 
 
-class MultiDriveTier(TierDefaults):
+class MultiDriveTier(BlockingCalls):
     name = "nvme"
     durable = True
     shared = False

@@ -131,14 +131,6 @@ class ObjectTier(RemoteTier):
         """Return 0 while the write breaker is open; else no limit, because a store reports none."""
         return 0 if self._write_breaker.is_open() else _UNBOUNDED_BYTES // record_bytes
 
-    def colocated(self, address: Address) -> list[Address]:
-        """Return the record itself, where it exists: records are removed from a pack one by one."""
-        try:
-            (backend,) = self._manifest.find([address], None)
-        except OSError:
-            return []
-        return [] if isinstance(backend, Outcome) else [backend[0].table.address(backend[1])]
-
     def scan(self) -> Iterator[Address]:
         """Return all records under this prefix, parents first. Reads the tables of all packs."""
         try:
@@ -146,7 +138,7 @@ class ObjectTier(RemoteTier):
         except OSError:
             return iter(())
 
-    def purge(self, namespace: bytes) -> int | None:
+    def purge(self, namespace: bytes) -> int:
         """Delete every object of the namespace, until a listing shows none; return how many records there were.
 
         Raises:

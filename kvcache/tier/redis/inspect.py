@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import islice
 
 from kvcache.block.record import CHUNK_BYTES, Address
-from kvcache.tier.redis.keys import KeyNames, address_of, header_bytes_of, is_head_of, scan_keys, stored_bytes_of
+from kvcache.tier.redis.keys import KeyNames, address_of, header_bytes_of, scan_keys, stored_bytes_of
 from kvcache.tier.redis.store import Store
 from kvcache.tier.redis.wire import ErrorReply, RespConnection
 from kvcache.tier.tier import Usage, parents_first
@@ -51,13 +51,6 @@ class ServerInspector:
             max_bytes=limit or int(facts.get("total_system_memory", 0)),
             policy=facts.get("maxmemory_policy", "unknown") if limit else "",
         )
-
-    def find(self, wire: RespConnection, address: Address) -> list[Address]:
-        (head,) = self._store.heads(wire, [self._names.record(address)])
-        if isinstance(head, ErrorReply) or not is_head_of(head, address):
-            return []
-        found = address_of(head)
-        return [found] if found else []
 
     def scan(self, wire: RespConnection) -> list[Address]:
         found = (address_of(head) for _, head in self._heads(wire) if not isinstance(head, ErrorReply))

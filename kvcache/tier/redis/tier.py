@@ -182,17 +182,12 @@ class RedisTier(RemoteTier):
         facts = ask_all(self._nodes, self._inspector.memory) or []
         return sum(fact.free_slots(record_bytes) for fact in facts if fact)
 
-    def colocated(self, address: Address) -> list[Address]:
-        """Return the record itself, where it exists: a server frees memory record by record."""
-        answers = ask_all(self._nodes, lambda wire: self._inspector.find(wire, address)) or []
-        return [address for some in answers for address in some]
-
     def scan(self) -> Iterator[Address]:
         """Return all records of this prefix, parents first. Reads the head of each record."""
         answers = ask_all(self._nodes, self._inspector.scan) or []
         return iter(parents_first([address for some in answers for address in some]))
 
-    def purge(self, namespace: bytes) -> int | None:
+    def purge(self, namespace: bytes) -> int:
         """Remove a namespace's popularity counts and the further parts of its records, those of evicted records too.
 
         The caller removes the records themselves, one by one.
@@ -205,7 +200,7 @@ class RedisTier(RemoteTier):
         keys = popularity_keys(self._names.prefix, namespace)
         for pool, *_ in self._nodes.partition(keys[:1], None):
             pool.run(lambda wire: wire.ask(b"UNLINK", *keys), None)
-        return None
+        return 0  # the caller removed the records themselves
 
     def note_owner(self, namespace: bytes, owner: Owner) -> None:
         owners.record_owner(self._nodes, self._names, namespace, owner)
