@@ -65,13 +65,12 @@ from kvcache.cache.tier_manager import TierManager
 from kvcache.cache.usage import NamespaceUsage, UsageByNamespace
 from kvcache.errors import ClosedError
 from kvcache.index.block_run import BlockRun, pack_shard_key
-from kvcache.index.cost_classes import CostClass, ModelShape
 from kvcache.index.index import Index
 from kvcache.index.kv_events import EventBatch
 from kvcache.os_env import OsEnv
 from kvcache.settings import Settings
 from kvcache.settings.types import show_bytes
-from kvcache.tier.tier import ScrubReport, Tier, Usage
+from kvcache.tier.tier import ScrubReport, SupportsRestore, SupportsScrub, Tier, Usage
 from kvcache.transfer.copier import CopierRegistry
 
 if TYPE_CHECKING:
@@ -98,8 +97,6 @@ class Cache:
     """Called with each namespace that an engine binds for the first time."""
     readiness_checks: list[Callable[[], bool]]
     """Conditions that must all hold before the cache is ready."""
-    binds_signatures: bool
-    """Whether clients use other signatures than the index. `bind_signatures` translates them."""
     control_handlers: dict[str, Callable[[dict[Any, Any]], dict[str, Any]]]
     """Handlers of other packages for control socket requests, by name."""
 
@@ -122,29 +119,31 @@ class Cache:
         self.bypass, self.pins = context.bypass, context.pins
         self.policy_state = PolicyState(context, str(settings.nvme.directories[0]) if settings.nvme.enabled else None)
         self.policy_state.load()  # indexing the tiers applies the use counts, so they are loaded first
-        own = [tier for tier in self.lower_tiers if not tier.shared]
-        for tier in own:
-            _index_stored_records(self.index, tier)
+        restored = [tier for tier in self.lower_tiers if isinstance(tier, SupportsRestore)]
+        for tier in restored:
+            _index_stored_records(self.index, tier.name, tier)
         manager = self.tier_manager = TierManager(context)
         self.namespace_usage = NamespaceUsage(self.index, context.tiers, os_env.clock, self._sizes)
         self.erasure = Erasure(self.index, context.tiers, self.namespace_usage, manager.settle, manager.wipe, os_env)
         self._bind_lock = threading.Lock()
         self._namespace_gc = NamespaceGC(context, self.erasure, lambda: self.handles, self._bind_lock)
-        self.ttl_scans = [self.erasure.submit(partial(self.expiry.learn, tier.expirations)) for tier in own]
-        self.index.on_request = self.policy_state.used
+        self.ttl_scans = [self.erasure.submit(partial(self.expiry.learn, tier.expirations)) for tier in restored]
+        self.index.subscribe(on_request=self.policy_state.used)
         self._pin_executor = os_env.executor(1, "pin")
         self.copiers = CopierRegistry(self._pin_executor.submit)
         self.host.arena.watch(self.copiers.add_region, self.copiers.remove_region)
         self._handles: dict[Hashable, CacheNamespace] = {}
-        self._tenants: dict[bytes, str] = {}  # by namespace id, of bound namespaces
-        self.index.kv_events.tenant = lambda namespace: self._tenants.get(namespace, "")
+        self._tenants = context.tenants
         self._register: OpenRequests[CacheRequest] = OpenRequests()
         self.on_close, self.on_flush, self.on_quiesced, self.on_bind, self.readiness_checks = [], [], [], [], []
-        self.control_handlers, self.binds_signatures = {}, False
+        self.control_handlers = {}
+        self.isolates_tenants = shared and bool(settings.daemon.tenants_file)
+        """Whether clients use other signatures than the index. `bind_signatures` translates them."""
         self._closed = False
         self._flushed = FlushReport(fault="the cache is being closed")  # until `close` replaces it
         self._watch = manager.watch()
-        self.life = uuid.uuid4().hex  # changes wherever stored blocks may be lost
+        self.life = uuid.uuid4().hex
+        """Changes wherever stored blocks may be lost."""
         _log.info(
             "host %s (%s)%s",
             show_bytes(settings.host.capacity_bytes),
@@ -179,7 +178,7 @@ class Cache:
             )
             if made:
                 self._tenants[namespace.id] = namespace.tenant
-                self._weigh(handle)
+                handle.register_cost_classes()
                 self._handles[key] = handle
         if made:
             _log.info("namespace bound: model=%s capacity: %s", namespace.model, self._fits(handle))
@@ -194,24 +193,14 @@ class Cache:
             for key, handle in list(self._handles.items()):
                 if handle in unbound:
                     del self._handles[key]
-            self._tenants = {handle.id: handle.tenant for handle in self.handles}
+            remaining = {handle.id for handle in self.handles}
+            for namespace in self._tenants.keys() - remaining:
+                del self._tenants[namespace]
             self._namespace_gc.add(unbound)
         self.erasure.submit(self._namespace_gc.collect)
 
     def curve(self) -> dict[str, Any]:
         return self._context.curve.report()
-
-    def _weigh(self, handle: CacheNamespace) -> None:
-        """Compute the record sizes of a namespace in each tier and register its cost classes."""
-        tiers = [self.host.name, *(tier.name for tier in self.lower_tiers)]
-        sizes = [
-            tuple(self._context.record_codec.stored_bytes(tier, handle.layout, ref.group, ref.shard) for tier in tiers)
-            for ref in handle.all_shards
-        ]
-        name = (handle.namespace.model, handle.namespace.revision, handle.namespace.adapter or "")
-        handle.model = ModelShape(name, handle.layout.block_tokens, tuple(map(sum, zip(*sizes, strict=True))))
-        for ref, size in zip(handle.all_shards, sizes, strict=True):
-            self.cost_classes.bind(CostClass(handle.tenant, handle.model, size), ref.key)
 
     def _fits(self, handle: CacheNamespace) -> str:
         """Tokens of this model that fit into each tier of this cache, all ranks together.
@@ -252,6 +241,10 @@ class Cache:
     def facts(self) -> dict[str, Any]:
         """Facts that this cache adds to those of every namespace."""
         return self._context.record_codec.facts
+
+    def continue_life(self, life: str) -> None:
+        """Continue the life of a process that handed over all of its blocks."""
+        self.life = life
 
     def ready(self) -> bool:
         """Whether engines should send requests: each readiness check has succeeded or reached its time limit."""
@@ -328,6 +321,8 @@ class Cache:
         """
         found = ScrubReport()
         for tier in self.lower_tiers:
+            if not isinstance(tier, SupportsScrub):
+                continue
             tier.keep_files(True)
             try:
                 report = tier.scrub(unwanted=self._context.record_codec.is_obsolete)
@@ -354,7 +349,7 @@ class Cache:
             return self._flushed
         self._closed = True
         for handle in self._handles.values():
-            handle.open = False
+            handle.close()
         for call in self.on_close:
             call()
         report = self._flushed = self.tier_manager.close(self._watch)
@@ -381,10 +376,10 @@ class Cache:
         self.close()
 
 
-def _index_stored_records(index: Index, tier: Tier) -> None:
+def _index_stored_records(index: Index, name: str, tier: SupportsRestore) -> None:
     """Index the records in a tier, and remove from the index what the tier loses later."""
-    tier.on_loss(lambda address: index.discard(address, tier.name))
+    tier.on_loss(lambda address: index.discard(address, name))
     for head, signatures in tier.runs():
         index.insert_run(
-            BlockRun(pack_shard_key(head.namespace, head.group, head.shard), signatures), head.parent, tier.name
+            BlockRun(pack_shard_key(head.namespace, head.group, head.shard), signatures), head.parent, name
         )

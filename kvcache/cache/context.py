@@ -68,6 +68,8 @@ class CacheContext:
     """One thread for work that nothing waits for: the miss-ratio curve, the policy state, usage counts."""
 
     index: Index
+    tenants: dict[bytes, str]
+    """Tenants by namespace id, of bound namespaces. `Cache` updates it."""
     host: HostTier
     lower_tiers: Sequence[Tier]
     """Tiers under host memory, the fastest first."""

@@ -47,22 +47,25 @@ def build_context(settings: Settings, os_env: OsEnv, *, shared: bool, served_add
     counters, events = Counters(), EventLog(os_env.clock)
     record_codec = record_codec_of(settings, counters)
     lower_tiers = open_lower_tiers(settings, os_env, served_address)
-    host = _open_host(settings, os_env, shared=shared)
+    quotas, tenants = quotas_of(settings), dict[bytes, str]()
+    host = _open_host(settings, os_env, quotas, shared=shared)
     tiers, shared_tiers = (host, *lower_tiers), [cast(SharedTier, tier) for tier in lower_tiers if tier.shared]
     names = [tier.name for tier in tiers]
-    index = Index(names, policy_of(settings), clock=os_env.clock)
-    cost_classes = CostClasses(index, names, quotas_of(settings))
-    host.arena.quota = lambda tenant: cost_classes.quotas.of(tenant, host.name).quota_bytes
+    index = Index(
+        names, policy_of(settings), clock=os_env.clock, tenant_of=lambda namespace: tenants.get(namespace, "")
+    )
+    cost_classes = CostClasses(index, names, quotas)
     miss_explainer = MissExplainer(
         index, os_env.clock, settings.explain.memory_bytes, [tier.name for tier in shared_tiers]
     )
-    index.on_evicted = miss_explainer.on_evicted
+    index.subscribe(on_evicted=miss_explainer.on_evicted)
     background = os_env.executor(1, "curve")
     return CacheContext(
         settings=settings,
         os_env=os_env,
         background=background,
         index=index,
+        tenants=tenants,
         host=host,
         lower_tiers=lower_tiers,
         record_codec=record_codec,
@@ -97,12 +100,13 @@ def build_context(settings: Settings, os_env: OsEnv, *, shared: bool, served_add
     )
 
 
-def _open_host(settings: Settings, os_env: OsEnv, *, shared: bool) -> HostTier:
+def _open_host(settings: Settings, os_env: OsEnv, quotas: Quotas, *, shared: bool) -> HostTier:
     return HostTier(
         capacity_bytes=settings.host.capacity_bytes,
         slab_bytes=settings.host.slab_bytes,
         verify_arena=settings.host.verify_arena,
         shared=shared,
+        quota=lambda tenant: quotas.of(tenant, HostTier.name).quota_bytes,
         os_env=os_env,
     )
 

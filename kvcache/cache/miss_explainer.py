@@ -54,8 +54,17 @@ class MissExplainer:
     def __init__(self, index: Index, clock: Clock, max_bytes: int, shared: Collection[str] = ()) -> None:
         self._index, self._clock, self._shared = index, clock, shared
         self.eviction_history, self.recent_requests = EvictionHistory(clock), RecentRequests(max_bytes)
-        self.on_request: Callable[[RecentRequest], None] | None = None
-        """Called with each admitted request."""
+        self._on_request: Callable[[RecentRequest], object] | None = None
+
+    def subscribe(self, on_request: Callable[[RecentRequest], object]) -> None:
+        """Call `on_request` with each admitted request; there is at most one subscriber."""
+        self._on_request = on_request
+
+    def admitted(self, request: RecentRequest) -> None:
+        """Keep a request, and pass it to the subscriber."""
+        self.recent_requests.add(request)
+        if self._on_request is not None:
+            self._on_request(request)
 
     def on_evicted(self, tier: str, signatures: Iterable[bytes]) -> None:
         """Note blocks evicted from the last tier that had them."""
@@ -386,9 +395,7 @@ class MissRecord:
         request = self._request
         request.clock, request.time = clock, time
         self._prompt_blocks = request.blocks
-        self._miss_explainer.recent_requests.add(request)
-        if self._miss_explainer.on_request is not None:
-            self._miss_explainer.on_request(request)
+        self._miss_explainer.admitted(request)
 
     def loading(self, rank: int, first_block: int, transfer: BlockTransfer) -> None:
         """Record a load. `rank`: any number, the same for successive loads of one rank."""

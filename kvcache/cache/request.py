@@ -35,7 +35,7 @@ from kvcache.cache.store import Store
 from kvcache.cache.tier_manager import TierManager
 from kvcache.errors import ClosedError, RequestError
 from kvcache.index.block_run import BlockRun, ChainView, ShardRef, needs, pack_shard_key, wanted
-from kvcache.index.cost_classes import UNKNOWN_MODEL
+from kvcache.index.cost_classes import CostClass, ModelShape
 from kvcache.log import RequestContext, request_context
 from kvcache.tier.tier import BACKGROUND, PREFETCH, Outcome
 from kvcache.transfer.copier import CopierRegistry
@@ -108,18 +108,35 @@ class CacheNamespace:
         self.namespace, self.shards, self.ttl_s = namespace, shards, ttl_s
         self.deadline_s = context.settings.flow.deadline_s
         self.id, self.layout, self.tenant, self.open = namespace.id, namespace.layout, namespace.tenant, True
-        # set by the cache: the bytes of a block, and the identity that its compute cost is compared under
-        self.model = UNKNOWN_MODEL
         self.own_shards = [self._shard_ref(g, shard) for g, shard in enumerate(shards)]
         self.all_shards = [self._shard_ref(g, shard) for g, of_group in enumerate(all_shards) for shard in of_group]
         """The shards of all ranks: a block counts if all of these are cached."""
         self.shard_keys = [ref.key for ref in self.all_shards]
         self.needs = [needs(namespace.layout)[ref.group] for ref in self.all_shards]
+        name = (namespace.model, namespace.revision, namespace.adapter or "")
+        self._record_sizes = [self._stored_bytes(ref) for ref in self.all_shards]
+        block_bytes = tuple(map(sum, zip(*self._record_sizes, strict=True)))
+        self.model = ModelShape(name, self.layout.block_tokens, block_bytes)
+        """The bytes of a block, and the model that its compute cost is compared under."""
 
     def _shard_ref(self, group: int, shard: Shard) -> ShardRef:
         return ShardRef(
             group, shard, self.layout.block_bytes(shard, group=group), pack_shard_key(self.id, group, shard)
         )
+
+    def _stored_bytes(self, ref: ShardRef) -> tuple[int, ...]:
+        """The size of a record in each tier, host first."""
+        codec = self.context.record_codec
+        return tuple(codec.stored_bytes(tier.name, self.layout, ref.group, ref.shard) for tier in self.context.tiers)
+
+    def register_cost_classes(self) -> None:
+        """Assign the shards of this namespace to the cost classes of its tenant, model and record sizes."""
+        for ref, size in zip(self.all_shards, self._record_sizes, strict=True):
+            self.context.cost_classes.bind(CostClass(self.tenant, self.model, size), ref.key)
+
+    def close(self) -> None:
+        """Refuse further loads and stores, with ClosedError."""
+        self.open = False
 
     def event_signature(self, signature: bytes) -> bytes:
         return signature

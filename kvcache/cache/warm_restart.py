@@ -173,7 +173,7 @@ class WarmRestart:
                 except Exception as error:  # noqa: BLE001  boundary to foreign data
                     _log.warning("a pin is not taken over: cause=%s", str(error))
             cache.pins.resume_after(int(exported.get("last_pin", 0)))
-            cache.life = str(exported.get("life") or cache.life)
+            cache.continue_life(str(exported.get("life") or cache.life))
         except Exception as error:  # noqa: BLE001  boundary to foreign data
             _log.warning("a part of host memory is not taken over: cause=%s", str(error))
         for descriptor in descriptors:

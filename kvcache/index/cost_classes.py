@@ -52,9 +52,6 @@ class ModelShape:
     block_bytes: tuple[int, ...]
 
 
-UNKNOWN_MODEL = ModelShape((), 1, ())
-
-
 @dataclass(frozen=True, slots=True)
 class CostClass:
     tenant: str
@@ -171,11 +168,7 @@ class CostClasses:
 
     def computed(self, tenant: str, model: ModelShape, tokens: int, seconds: float) -> None:
         """Report that an engine of this tenant computed this many tokens in one step."""
-        if (
-            model is UNKNOWN_MODEL
-            or not 0 < tokens <= MAX_STEP_TOKENS
-            or not tokens * MIN_TOKEN_S <= seconds <= tokens * MAX_TOKEN_S
-        ):
+        if not 0 < tokens <= MAX_STEP_TOKENS or not tokens * MIN_TOKEN_S <= seconds <= tokens * MAX_TOKEN_S:
             return
         with self._lock:
             self._costs.setdefault(tenant, {}).setdefault(model, TokenCost()).learn(tokens, seconds)

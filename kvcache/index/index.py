@@ -159,8 +159,15 @@ class Index:
     """
 
     def __init__(
-        self, tiers: Sequence[str], policy: Policy, *, plain: bool = False, clock: Clock | None = None
+        self,
+        tiers: Sequence[str],
+        policy: Policy,
+        *,
+        plain: bool = False,
+        clock: Clock | None = None,
+        tenant_of: Callable[[bytes], str] = lambda namespace: "",
     ) -> None:
+        """`tenant_of` returns the tenant of a namespace, for KV events."""
         if policy.bounds and max(policy.bounds) > MAX_USES:
             raise ValueError(
                 f"policy {policy.name!r} tells {max(policy.bounds)} uses apart: expected {MAX_USES} at most"
@@ -176,12 +183,25 @@ class Index:
         self._evidence: Evidence | None = None  # the evidence for `_table`
         self._table: NDArray[np.float64] | None = None
         self._due = 0  # the clock at which the evidence is replaced
-        self.on_request: Callable[[], object] = lambda: None
-        """Called at each request."""
-        self.on_evicted: Callable[[str, list[bytes]], None] = lambda tier, signatures: None
-        """Called with a tier and the signatures evicted from it that no tier has any more."""
-        self.kv_events = KVEvents(clock or OsEnv().clock)
+        self._on_request: Callable[[], object] = lambda: None
+        self._on_evicted: Callable[[str, list[bytes]], object] = lambda tier, signatures: None
+        self.kv_events = KVEvents(clock or OsEnv().clock, tenant_of)
         """Records stored in and removed from tiers, for followers."""
+
+    def subscribe(
+        self,
+        *,
+        on_request: Callable[[], object] | None = None,
+        on_evicted: Callable[[str, list[bytes]], object] | None = None,
+    ) -> None:
+        """Set the subscriber of an event, at most one for each. Call it before the first request.
+
+        Args:
+            on_request: called at each request.
+            on_evicted: called with a tier, and the signatures evicted from it that no tier has any more.
+        """
+        self._on_request = on_request or self._on_request
+        self._on_evicted = on_evicted or self._on_evicted
 
     def __len__(self) -> int:
         return len(self._core)
@@ -193,7 +213,7 @@ class Index:
 
     def tick(self) -> int:
         """Begin a request; the new time."""
-        self.on_request()
+        self._on_request()
         clock = self.clock
         if clock >= self._due:  # the table is computed at the next eviction
             self._evidence, self._table = self.evidence(), None
@@ -269,7 +289,7 @@ class Index:
             if had and self.kv_events.on:
                 self.kv_events.add(_kv_event("removed", tier, run.shard_key, address.signature))
         if had and unless_held and not self.mask(address):
-            self.on_evicted(tier, [address.signature])
+            self._on_evicted(tier, [address.signature])
         return had
 
     def uses(self, run: BlockRun) -> bytes:
@@ -337,7 +357,7 @@ class Index:
                 self._emit_removed(tier, victims)
         evicted = [signature for _, signature, _, kept in victims if not kept]
         if evicted:
-            self.on_evicted(tier, evicted)
+            self._on_evicted(tier, evicted)
         return list(map(_victim, victims))
 
     def worth(self, tier: str, addresses: Sequence[Address], weights: Sequence[float] = ()) -> float:

@@ -95,14 +95,19 @@ class KVEvents:
     Thread safety: any thread.
     """
 
-    def __init__(self, clock: Clock, kept_blocks: int = MAX_KEPT_BLOCKS) -> None:
+    def __init__(
+        self,
+        clock: Clock,
+        tenant_of: Callable[[bytes], str] = lambda namespace: "",
+        kept_blocks: int = MAX_KEPT_BLOCKS,
+    ) -> None:
+        """`tenant_of` returns the tenant of a namespace."""
         self._clock, self._kept = clock, kept_blocks
         self._rings: dict[str, _TenantEvents] = {}
         self._began = self._end = self._gone = self._blocks = 0
         self._lock = threading.RLock()
         self.on = False
-        self.tenant: Callable[[bytes], str] = lambda _: ""
-        """The tenant of a namespace."""
+        self._tenant_of = tenant_of
 
     @property
     def order(self) -> AbstractContextManager[object]:
@@ -111,7 +116,7 @@ class KVEvents:
 
     def add(self, event: KVEvent) -> None:
         with self._lock:
-            self._ring(self.tenant(event.namespace)).add(self._end, event)
+            self._ring(self._tenant_of(event.namespace)).add(self._end, event)
             self._end += 1
             self._blocks += event.blocks
             while self._blocks > self._kept:

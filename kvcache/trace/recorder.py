@@ -125,6 +125,6 @@ def start_recording(cache: Cache) -> Callable[[], None] | None:
     if not settings.path:
         return None
     recorder = TraceRecorder(Path(settings.path).expanduser(), settings.file_bytes)
-    cache.miss_explainer.on_request = recorder.on_request
+    cache.miss_explainer.subscribe(recorder.on_request)
     cache.on_close.append(recorder.close)
     return recorder.close

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from hypothesis import given
@@ -26,8 +27,8 @@ def change(i: int, namespace: bytes = ONE, blocks: int = 1) -> KVEvent:
     return KVEvent("stored", "host", namespace, 0, (0, 1, 0, 1), b"", i.to_bytes(32, "big") * blocks)
 
 
-def ring(kept: int = 1 << 18) -> KVEvents:
-    return KVEvents(TurnedClock(), kept)
+def ring(kept: int = 1 << 18, tenant_of: Callable[[bytes], str] = lambda namespace: "") -> KVEvents:
+    return KVEvents(TurnedClock(), tenant_of, kept)
 
 
 def test_no_events_are_kept_before_the_first_subscriber() -> None:
@@ -106,8 +107,7 @@ def owner(namespace: bytes) -> str:
 )
 def test_a_tenants_sequence_counts_only_its_events(given_: list[tuple[bytes, int]], every: int, kept: int) -> None:
     """As if no other tenant was there; and one that has no more than half loses nothing to another."""
-    both, alone = ring(kept), ring(1 << 20)
-    both.tenant = alone.tenant = owner
+    both, alone = ring(kept, owner), ring(1 << 20, owner)
     told, truth = (changes.since(None, [], "1") for changes in (both, alone))
     assert told == truth
     everything, heard, missed = both.since(None, []), list[Any](), False
@@ -131,8 +131,7 @@ def test_a_tenants_sequence_counts_only_its_events(given_: list[tuple[bytes, int
 
 
 def test_the_largest_holder_loses_first() -> None:
-    changes = ring(kept=10)
-    changes.tenant = owner
+    changes = ring(10, owner)
     quiet, loud = (changes.since(None, [], tenant) for tenant in "12")
     for i in range(5):
         changes.add(change(i, ONE))

@@ -98,8 +98,8 @@ def test_a_replayed_trace_gives_the_recorded_hits(tmp_path: Path, policy: str) -
 
 def test_without_a_path_nothing_is_written(tmp_path: Path) -> None:
     with closing(kvcache.open(host__capacity_bytes="1MiB", nvme__enabled=False, control__enabled=False)) as cache:
-        assert isinstance(cache, kvcache.cache.cache.Cache)  # type: ignore[attr-defined]
-        assert cache.miss_explainer.on_request is None
+        assert isinstance(cache, Cache)
+        assert start_recording(cache) is None
 
 
 def test_files_are_bounded_and_the_last_requests_are_kept(tmp_path: Path) -> None:

@@ -62,7 +62,7 @@ def lookup_prompt(cache: Cache, packed_ids: Any, prefix: str, tenant: str | None
         tokens = handle.layout.block_tokens
         lookup, chain = cache.index.lookup(handle.shard_keys, handle.needs), Chain(handle.id, tokens)
         chain.extend(ids)
-        packed = bind_signatures(handle.id, chain.packed) if cache.binds_signatures else chain.packed
+        packed = bind_signatures(handle.id, chain.packed) if cache.isolates_tenants else chain.packed
         lookup.match(packed)
         clock, time = cache.index.clock, cache.os_env.clock.wall()
         entry = hypothetical_request(

@@ -128,7 +128,6 @@ class Daemon:
         self._settings = cache.settings.daemon
         self._limits = TenantQuotas(cache)
         self.admission = admission or Admission(self._settings.tenants_file, cache.os_env.clock)
-        cache.binds_signatures = self.admission.isolates_tenants
         cache.control_handlers["rates"] = lambda _: {"rates": self.admission.rates}
         self.boot_id = secrets.token_bytes(8)
         """Random; differs after every start."""
