@@ -114,7 +114,7 @@ def test_recorded_prompts_that_fit(tmp_path: Path, tokenizer: Tokenizer, pack: o
     [
         (None, "No such file"),
         (b"\xff\xfe", "expected a file of JSON lines"),
-        (gzip.compress(b'{"input": "x"}')[:-9], "expected a file of JSON lines"),
+        (gzip.compress(b'{"input": "x"}', mtime=0)[:-9], "expected a file of JSON lines"),
         (b'{"input": "x"}\n{"input": \n', "line 2: expected an object"),
         (b"[]", "line 1: expected an object"),
         (b'{"input": 3}', "line 1: expected an object"),
