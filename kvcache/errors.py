@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import struct
+import zlib
 from collections.abc import Collection
 from difflib import get_close_matches
 
@@ -61,3 +63,20 @@ class AccessError(KVCacheError):
 
 class ClosedError(KVCacheError):
     """An object was used after it was closed."""
+
+
+INVALID_DATA = (
+    ValueError,
+    TypeError,
+    LookupError,
+    AttributeError,
+    ArithmeticError,
+    MemoryError,  # a length that no data has
+    RecursionError,
+    struct.error,
+    zlib.error,
+)
+"""The errors of code that parses data of another version, writer or peer.
+
+msgpack, json, struct, zlib and numpy raise these, and so do wrong types and missing keys.
+"""

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Iterator, MutableMapping
 from contextlib import contextmanager
 from contextvars import ContextVar
+from types import TracebackType
 from typing import Any, NamedTuple
 
 from kvcache.settings.service import LogSettings
@@ -48,6 +49,28 @@ class JsonFormatter(logging.Formatter):
         if record.exc_info:
             fields["trace"] = self.formatException(record.exc_info)
         return json.dumps(fields)
+
+
+class log_faults:  # noqa: N801  used like `contextlib.suppress`
+    """Logs an exception of the block with its traceback, and continues after the block.
+
+    For threads that must survive, and for work whose failure no engine may see:
+
+        with log_faults(_log, "store failed; its blocks are dropped"):
+            ...
+    """
+
+    def __init__(self, log: logging.Logger | logging.LoggerAdapter[Any], text: str, *args: object) -> None:
+        self._log, self._text, self._args = log, text, args
+
+    def __enter__(self) -> None: ...
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> bool:
+        if not isinstance(error, Exception):
+            return False
+        self._log.error(self._text, *self._args, exc_info=error)
+        return True
 
 
 class _LogHandler(logging.StreamHandler):  # type: ignore[type-arg]  # generic only for type checkers before Python 3.11

@@ -18,7 +18,7 @@ from kvcache.block.namespace import Namespace, Owner
 from kvcache.cache.usage import NamespaceUsage
 from kvcache.errors import ConfigError, NotFoundError
 from kvcache.index.index import Index
-from kvcache.log import logger
+from kvcache.log import log_faults, logger
 from kvcache.os_env import OsEnv
 from kvcache.tier.tier import Outcome, SupportsOwners, SupportsPurge, SupportsScrub, SupportsWipe, Tier, call
 
@@ -119,13 +119,12 @@ class Erasure:
         for tier in self._tiers:
             if not isinstance(tier, SupportsOwners):
                 continue
-            try:
-                tier.note_owner(namespace, owner)
-            except OSError as error:
-                _log.warning("%s: the owner of a namespace was not stored: %s", tier.name, error)
-                self._noted.discard(namespace)  # the next binding tries again
-            except Exception:  # noqa: BLE001  a cache fault never fails a request
-                _log.exception("%s: the owner of a namespace was not stored", tier.name)
+            with log_faults(_log, "%s: the owner of a namespace was not stored", tier.name):
+                try:
+                    tier.note_owner(namespace, owner)
+                except OSError as error:
+                    _log.warning("%s: the owner of a namespace was not stored: %s", tier.name, error)
+                    self._noted.discard(namespace)  # the next binding tries again
 
     def erase(
         self,

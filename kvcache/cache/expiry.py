@@ -17,7 +17,7 @@ from typing import NamedTuple
 from kvcache.block.record import Address
 from kvcache.cache.miss_explainer import MissExplainer
 from kvcache.index.index import Index
-from kvcache.log import logger
+from kvcache.log import log_faults, logger
 from kvcache.observe.events import EventLog
 from kvcache.observe.metrics import Counters
 from kvcache.os_env import Clock
@@ -99,13 +99,11 @@ class Expiry:
 
     def learn(self, tell: Callable[[], Iterable[tuple[Address, int]]]) -> None:
         """Note the ends of records that a tier had at start. Run it on a background thread."""
-        try:
+        with log_faults(_log, "expirations could not be read"):
             for address, expires_ms in tell():
                 if self._closed:
                     return
                 self.note([address], expires_ms)
-        except Exception:  # noqa: BLE001  worker thread that must survive
-            _log.exception("expirations could not be read")
 
     def sweep(self) -> bool:
         """Remove expired records, at most MAX_SWEEP_RECORDS since an engine may wait; True if there are more."""

@@ -20,7 +20,7 @@ from kvcache.cache.promote import InflightRead
 from kvcache.cache.slot_copy import PeerAbortedError, SlotCopy, wait_all
 from kvcache.cache.tier_manager import TierManager
 from kvcache.index.block_run import ChainView
-from kvcache.log import RequestContext, logger, request_context
+from kvcache.log import RequestContext, log_faults, logger, request_context
 from kvcache.tier.host.tier import HostRecord
 from kvcache.tier.tier import DEMAND, Outcome
 
@@ -66,12 +66,12 @@ class Load:
         failed, whole = None, False
         with request_context(self.work):
             try:
-                failed = self._run()
-                whole = failed is None
-            except PeerAbortedError as error:
-                _log.debug("load ended: %s", error)
-            except Exception:  # noqa: BLE001  a cache fault never fails a request
-                _log.exception("load failed; its blocks count as misses")
+                with log_faults(_log, "load failed; its blocks count as misses"):
+                    try:
+                        failed = self._run()
+                        whole = failed is None
+                    except PeerAbortedError as error:
+                        _log.debug("load ended: %s", error)
             finally:
                 try:
                     self._account(whole=whole)
@@ -88,7 +88,7 @@ class Load:
 
         An error here does not change the load's outcome.
         """
-        try:
+        with log_faults(_log, "accounting of a load failed"):
             self.transfer.seconds = seconds = self.context.os_env.clock.now() - self.begun
             self.context.holds.release(self.claim)
             if self._host_only and whole:
@@ -97,8 +97,6 @@ class Load:
                     for chain, need in zip(self.chains, self.needs, strict=True)
                 )
                 self.context.plan.copied(sum(size for size in sizes if size > 0), seconds)
-        except Exception:  # noqa: BLE001  a cache fault never fails a request
-            _log.exception("accounting of a load failed")
 
     def _run(self) -> tuple[int, Outcome] | None:
         """The block that ended the prefix, and why; None if all blocks arrived. The last block is not settled yet."""

@@ -29,6 +29,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvcache.cache.context import CacheContext
+from kvcache.errors import INVALID_DATA
 from kvcache.evict.policy import AGE_EDGES, Policy
 from kvcache.log import logger
 
@@ -111,7 +112,7 @@ class PolicyState:
                 forgotten = np.maximum(forgotten - self._index.evidence().waiting, 0)  # these wait as rows of their own
             self._cost_classes.restore(state_fields["kinds"])
             self._index.learn(reused, forgotten)
-        except Exception as error:  # noqa: BLE001  boundary to foreign data: intact, but written by another version
+        except INVALID_DATA as error:  # intact, but written by another version
             _log.warning(
                 "%s has another format (%s); the policy starts without evidence",
                 self._path or FILE_NAME,

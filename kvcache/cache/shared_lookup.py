@@ -11,13 +11,14 @@ import threading
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures import wait as wait_for
+from contextlib import suppress
 from typing import Protocol, overload
 
 from kvcache.block.record import Address
 from kvcache.errors import ClosedError
 from kvcache.index.block_run import ALL_BLOCKS, ChainView
 from kvcache.index.index import Index
-from kvcache.log import logger
+from kvcache.log import log_faults, logger
 from kvcache.os_env import OsEnv
 from kvcache.tier.tier import Outcome, Tier
 
@@ -113,20 +114,18 @@ class SharedLookup:
 
     def _answer(self, tier: SharedTier, lookup: PendingLookup) -> None:
         answer = "nothing"
-        try:
+        with (
+            log_faults(_log, "lookup in %s failed; its blocks count as misses", tier.name),
+            suppress(ClosedError),  # the cache is closing, so no caller waits for the answer
+        ):
             if self._os_env.clock.now() >= lookup.deadline:
                 answer = "late"
             elif self._find(tier, lookup):
                 answer = "found"
-        except ClosedError:
-            pass  # the cache is closing, so no caller waits for the answer
-        except Exception:  # noqa: BLE001  a cache fault never fails a request
-            _log.exception("lookup in %s failed; its blocks count as misses", tier.name)
-        finally:
-            lookup.answered(answer)
-            with self._lock:
-                if tier is self._tiers[-1]:
-                    self._open -= 1
+        lookup.answered(answer)
+        with self._lock:
+            if tier is self._tiers[-1]:
+                self._open -= 1
 
     def _find(self, tier: SharedTier, lookup: PendingLookup) -> int:
         """Index the blocks of this prompt that the tier has; the number of additional blocks."""

@@ -17,7 +17,7 @@ from kvcache.cache.operation import BlockTransfer
 from kvcache.cache.slot_copy import PeerAbortedError, SlotCopy
 from kvcache.cache.tier_manager import TierManager
 from kvcache.index.block_run import ChainView, contiguous_ranges, pack_shard_key
-from kvcache.log import RequestContext, logger, request_context
+from kvcache.log import RequestContext, log_faults, logger, request_context
 from kvcache.tier.host.arena import Slot
 from kvcache.tier.tier import Outcome
 
@@ -47,11 +47,11 @@ class Store:
         """Run the store. Never raises: a cache fault never fails a request."""
         with request_context(self.work):
             try:
-                self._run()
-            except PeerAbortedError as error:
-                _log.debug("store ended: %s", error)
-            except Exception:  # noqa: BLE001  a cache fault never fails a request
-                _log.exception("store failed; its blocks are dropped")
+                with log_faults(_log, "store failed; its blocks are dropped"):
+                    try:
+                        self._run()
+                    except PeerAbortedError as error:
+                        _log.debug("store ended: %s", error)
             finally:
                 self.transfer.settle_rest(0, Outcome.FAILED)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from math import inf
 
 from kvcache.block.chain import SIGNATURE_BYTES
@@ -17,7 +18,7 @@ from kvcache.cache.refused import Scope
 from kvcache.cache.write_back import WriteBackQueue
 from kvcache.index.block_run import ChainView, shard_key_of
 from kvcache.index.index import Victim
-from kvcache.log import logger
+from kvcache.log import log_faults, logger
 from kvcache.tier.host.arena import Slab, Slot
 
 MAX_VICTIMS_PER_SLOT = 64
@@ -198,21 +199,18 @@ class TierManager:
 
         def offer() -> None:
             for queue in write_back_queues:
-                try:
+                with log_faults(_log, "%s was not offered blocks on second use: blocks=%d", queue.tier.name, blocks):
                     for chain in chains:
                         self._offer(queue, chain, 0, blocks)
-                except Exception:  # noqa: BLE001  a cache fault never fails a request
-                    _log.exception("%s was not offered blocks on second use: blocks=%d", queue.tier.name, blocks)
 
         if write_back_queues and blocks:
             self.submit_store(offer, self.executor.submit)
 
     def _offer(self, queue: WriteBackQueue, chain: ChainView, first: int, end: int) -> None:
-        try:
+        with ExitStack() as on_fault:
+            on_fault.callback(lambda: queue.refused.add(chain.addresses(range(first, end))))
             dropped = queue.offer(chain, first, end)
-        except Exception:
-            queue.refused.add(chain.addresses(range(first, end)))
-            raise
+            on_fault.pop_all()
         self.drop(dropped, f"{queue.tier.name} queue", chain.namespace, tier=queue.tier.name)
 
     def _demote(self, victims: Sequence[Victim]) -> set[bytes]:

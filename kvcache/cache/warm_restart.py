@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 from array import array
 from collections.abc import Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import msgpack
@@ -22,7 +23,7 @@ from kvcache.block.layout import Shard
 from kvcache.block.namespace import Owner
 from kvcache.block.record import Address
 from kvcache.cache.cache import Cache
-from kvcache.errors import LayoutError
+from kvcache.errors import INVALID_DATA, KVCacheError, LayoutError
 from kvcache.evict.policy import AGE_EDGES, Policy
 from kvcache.index.block_run import SHARD_KEY_BYTES, BlockRun
 from kvcache.index.index import Index
@@ -139,7 +140,7 @@ class WarmRestart:
                 raise ValueError(f"{len(exported['extents'])} extents, {len(self._descriptors)} came")
             self.capacity_bytes = int(exported["capacity_bytes"])
             self._exported = exported
-        except Exception as error:  # noqa: BLE001  boundary to foreign data; the drive has its records
+        except INVALID_DATA as error:  # the drive still has its records
             _log.warning("host memory is not taken over: cause=%s", str(error))
             self.close()
 
@@ -165,16 +166,16 @@ class WarmRestart:
                 slab_info = exported["extents"][-len(descriptors)]
                 try:  # a fault in one slab does not affect the others
                     records += _adopt_slab(cache, slab_info, exported["places"], descriptors.pop(0), alike=alike)
-                except Exception as error:  # noqa: BLE001  boundary to foreign data
+                except (*INVALID_DATA, KVCacheError, OSError) as error:
                     _log.warning("an extent of host memory is not taken over: cause=%s", str(error))
             for pin in exported.get("pins", ()):
                 try:
                     cache.pins.restore(pin)
-                except Exception as error:  # noqa: BLE001  boundary to foreign data
+                except (*INVALID_DATA, KVCacheError) as error:
                     _log.warning("a pin is not taken over: cause=%s", str(error))
             cache.pins.resume_after(int(exported.get("last_pin", 0)))
             cache.continue_life(str(exported.get("life") or cache.life))
-        except Exception as error:  # noqa: BLE001  boundary to foreign data
+        except (*INVALID_DATA, KVCacheError) as error:
             _log.warning("a part of host memory is not taken over: cause=%s", str(error))
         for descriptor in descriptors:
             os.close(descriptor)
@@ -187,11 +188,10 @@ def _adopt_slab(
     cache: Cache, slab_info: dict[str, Any], shard_keys: Sequence[bytes], descriptor: int, *, alike: bool
 ) -> int:
     """Adopt one slab and take ownership of the descriptor; the number of records adopted."""
-    try:
+    with ExitStack() as on_fault:
+        on_fault.callback(os.close, descriptor)
         size = int(slab_info["bytes"])
-    except Exception:
-        os.close(descriptor)
-        raise
+        on_fault.pop_all()
     region = Region(size, inherited=descriptor)
     slot_bytes, generations = slab_info["slot_bytes"], array("Q", slab_info["generations"])
     if type(slot_bytes) is not int or slot_bytes < PAGE_BYTES or len(generations) != region.bytes // slot_bytes:

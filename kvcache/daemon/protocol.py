@@ -18,6 +18,7 @@ import numpy as np
 from kvcache.block.layout import Group, KVLayout, Shard
 from kvcache.cache.api import FlushReport, NamespaceSpec, TierFlush
 from kvcache.errors import (
+    INVALID_DATA,
     AccessError,
     ClosedError,
     ConfigError,
@@ -143,7 +144,7 @@ def body_length(head: bytes | bytearray | memoryview) -> int:
 def unpack(body: bytes | bytearray | memoryview) -> dict[str, Any]:
     try:
         message = msgpack.unpackb(body)
-    except Exception as error:  # noqa: BLE001  boundary to foreign code: msgpack raises many types for invalid bytes
+    except INVALID_DATA as error:
         raise ProtocolError(f"{len(body)} bytes that are not msgpack: {error!r:.120}") from None
     if not isinstance(message, dict) or not all(isinstance(name, str) for name in message):
         raise ProtocolError(f"the message is {type(message).__name__}: expected a map of names")
@@ -307,7 +308,7 @@ def receive_message(connection: socket.socket, *, max_bytes: int, timeout_s: flo
     body = _receive_exactly(connection, size, end)
     try:
         message = msgpack.unpackb(body)
-    except Exception as error:  # boundary to foreign code: msgpack raises many types for invalid bytes
+    except INVALID_DATA as error:
         raise FrameError(f"{size} bytes that are not msgpack: {error!r}") from error
     if not isinstance(message, dict):
         raise FrameError(f"a message that is {type(message).__name__}: expected a map")

@@ -10,7 +10,7 @@ from typing import Any
 
 from tokenizers import Tokenizer as _Tokenizer
 
-from kvcache.errors import ModelError
+from kvcache.errors import INVALID_DATA, ModelError
 
 _HALF = "\ufffd"  # text of bytes that are not a whole character
 
@@ -50,10 +50,12 @@ class Tokenizer:
         Raises:
             ModelError: the model has no template, or the template refuses the messages.
         """
+        from jinja2 import TemplateError
+
         template, names = self._template
         try:
             text = template.render(messages=list(messages), add_generation_prompt=True, **names)
-        except Exception as error:  # noqa: BLE001  boundary to foreign code: a template is a program
+        except (TemplateError, *INVALID_DATA) as error:
             raise ModelError(f"{self.directory}: its chat template refuses these messages: {error}") from None
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
         return ids
@@ -61,7 +63,8 @@ class Tokenizer:
     @cached_property
     def _template(self) -> tuple[Any, dict[str, str]]:
         """The template and the tokens it may name, from `chat_template.jinja` or `tokenizer_config.json`."""
-        from jinja2.sandbox import ImmutableSandboxedEnvironment  # comes with torch
+        from jinja2 import TemplateError  # comes with torch
+        from jinja2.sandbox import ImmutableSandboxedEnvironment
 
         texts = {}
         for name in ("tokenizer_config.json", "chat_template.jinja"):
@@ -82,7 +85,7 @@ class Tokenizer:
         environment.globals["raise_exception"] = _refuse
         try:
             return environment.from_string(source), names
-        except Exception as error:  # noqa: BLE001  boundary to foreign code: a template is a program
+        except TemplateError as error:
             raise ModelError(f"{self.directory}: its chat template does not compile: {error}") from None
 
 

@@ -19,7 +19,7 @@ from collections import Counter
 from kvcache.block.chain import SIGNATURE_BYTES
 from kvcache.cache.cache import Cache
 from kvcache.fleet.coordination import Coordination
-from kvcache.log import logger
+from kvcache.log import log_faults, logger
 from kvcache.tier.redis.keys import popularity_keys
 
 MAX_CHAINS = 256
@@ -132,12 +132,11 @@ class PopularityReporter:
 
     def _run(self) -> None:
         while not self._over.wait(self._report_interval_s) and self._cache() is not None:
-            try:
-                self.report()
-            except OSError as error:  # the tier counts this error
-                _log.debug("cannot update the fleet's use counts: %s", error)
-            except Exception:  # noqa: BLE001  worker thread that must survive: a cache fault never fails a request
-                _log.exception("updating the fleet's use counts failed")
+            with log_faults(_log, "updating the fleet's use counts failed"):
+                try:
+                    self.report()
+                except OSError as error:  # the tier counts this error
+                    _log.debug("cannot update the fleet's use counts: %s", error)
 
     def close(self) -> None:
         """Stop the thread; wait for a report that is running, which has a deadline."""

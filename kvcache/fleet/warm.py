@@ -24,7 +24,7 @@ from urllib.parse import urlsplit
 
 from kvcache.errors import ConfigError, KVCacheError, UnreachableError
 from kvcache.fleet.coordination import LEASE_S, Coordination, LeaseResult, PromptLease
-from kvcache.log import logger
+from kvcache.log import log_faults, logger
 from kvcache.os_env import Clock
 
 # The file of prompts: one JSON value a line.
@@ -271,12 +271,9 @@ class WarmUp:
 
     def run(self) -> None:
         """Warm every prompt. Never raises."""
-        try:
+        with log_faults(_log, "warm-up failed"):  # a node serves without it, too
             self._run()
-        except Exception:  # noqa: BLE001  worker thread that must survive: a node serves without the warm-up too
-            _log.exception("warm-up failed")
-        finally:
-            self._done.set()
+        self._done.set()
 
     def _run(self) -> None:
         end, before = self._clock.now() + self._limits.patience_s, self._node.used_bytes()

@@ -28,7 +28,7 @@ import numpy as np
 
 from kvcache.block.chain import SIGNATURE_BYTES
 from kvcache.cache.cache import Cache
-from kvcache.log import logger
+from kvcache.log import log_faults, logger
 from kvcache.observe.recent_requests import RecentRequest
 
 MAX_QUEUED_ROWS = 4096
@@ -81,11 +81,9 @@ class TraceRecorder:
         self._thread.join()
 
     def _run(self) -> None:
-        try:
+        with log_faults(_log, "stopped recording the trace: %s", self.path):
             asyncio.run(self._write())
-        except Exception:  # noqa: BLE001  a trace must not fail an engine
-            self._closed = True
-            _log.exception("stopped recording the trace: %s", self.path)
+        self._closed = True
 
     async def _write(self) -> None:
         while not (self._closed and not self._rows):

@@ -22,9 +22,11 @@ from kvcache.block.hf import engine_facts, read_config
 from kvcache.block.revision import WEIGHT_SUFFIXES, adapter_revision, loader_kinds, model_revision
 from kvcache.block.shared_namespace import shared_identity
 from kvcache.cache.api import KVCache
+from kvcache.connector.guard import recover
 from kvcache.connector.sglang.host_pools import Ranks
 from kvcache.daemon.client.autostart import find_or_start
 from kvcache.errors import ConfigError, ModelError
+from kvcache.log import log_faults
 from kvcache.settings.sources import load_identity
 
 # Options under "kvcache" in SGLang's extra configuration.
@@ -222,12 +224,12 @@ def _model_directory(path: str, revision: Any, cache: Any) -> Path | None:
 
 
 def _cached(name: str, file: str, revision: Any = None, cache: Any = None) -> Path | None:
-    try:
+    def look() -> object:
         from huggingface_hub import try_to_load_from_cache
 
-        found = try_to_load_from_cache(name, file, revision=revision or "main", cache_dir=cache)
-    except Exception:  # noqa: BLE001  no hub, or not a name on it
-        return None
+        return try_to_load_from_cache(name, file, revision=revision or "main", cache_dir=cache)
+
+    found = recover(look, lambda error: None)  # without the hub's library, or for a name that is not the hub's
     return Path(found).parent if isinstance(found, str) else None
 
 
@@ -281,10 +283,8 @@ def run_detached(work: Callable[[], object], what: str) -> threading.Thread | No
     """Run `work` and return within `CLOSE_S`, since SGLang's scheduler waits; return the thread if it still runs."""
 
     def run() -> None:
-        try:
+        with log_faults(_log, "%s failed", what):
             work()
-        except Exception:  # noqa: BLE001  a cache fault never fails a request
-            _log.exception("%s failed", what)
 
     thread = threading.Thread(target=run, name=f"kvcache-{what}", daemon=True)
     thread.start()

@@ -17,11 +17,12 @@ from sglang.srt.mem_cache.hicache_storage import PoolHitPolicy, PoolName, PoolTr
 from sglang.srt.mem_cache.unified_cache.unified_cache_linker import LayerWiseLoadCounter, UnifiedCacheLinker
 
 from kvcache.cache.api import NamespaceHandle, Request, Transfer
+from kvcache.connector.guard import call_guarded, log_once
 from kvcache.connector.sglang.config import Options, close_cache, engine_name, identify_model, open_cache
 from kvcache.connector.sglang.device_pools import KV, DevicePool, device_pools
 from kvcache.connector.sglang.host_pools import Ranks
 from kvcache.connector.sglang.lookup_leases import LookupLeases, RankConsensus
-from kvcache.connector.sglang.pool_store import log_once, release
+from kvcache.connector.sglang.pool_store import release
 from kvcache.errors import ConfigError, LayoutError
 from kvcache.tier.tier import Outcome
 
@@ -109,7 +110,8 @@ class KVCacheLinker(UnifiedCacheLinker):  # type: ignore[misc]  # SGLang is impo
     def lookup(self, rid: str, transfers: list[PoolTransfer]) -> list[int]:
         """Return every length at which all pools are in host memory, verified and held. Waits `lookup_wait_s` at
         most."""
-        try:
+
+        def lengths() -> list[int]:
             by_source = {str(transfer.name): transfer for transfer in transfers}
             last = {
                 name: len(by_source[pool.source].keys or ())
@@ -117,20 +119,18 @@ class KVCacheLinker(UnifiedCacheLinker):  # type: ignore[misc]  # SGLang is impo
                 if by_source[pool.source].hit_policy == PoolHitPolicy.TRAILING_PAGES
             }
             return self._leases.loadable_lengths(rid, by_source[KV].keys or [], last)
-        except Exception as error:  # noqa: BLE001  a cache fault never fails a request
-            log_once("lookup failed; it counts as a miss", error)
-            return []
+
+        return call_guarded([], lengths)
 
     def load(self, rid: str, transfers: list[PoolTransfer]) -> bool:
         """Return whether the promised pages can be loaded. All ranks return the same: False if any rank has lost a
         page, and SGLang computes."""
-        parts: list[_PoolPages] = []
-        requests: dict[str, Request] | None = None
-        try:
+
+        def claim() -> tuple[list[_PoolPages], dict[str, Request] | None]:
             parts = self._parts(transfers)
-            requests = self._leases.claim(rid, {part.pool.name: part.keys for part in parts})
-        except Exception as error:  # noqa: BLE001  a cache fault never fails a request
-            log_once("load was refused; the engine computes its tokens", error)
+            return parts, self._leases.claim(rid, {part.pool.name: part.keys for part in parts})
+
+        parts, requests = call_guarded(([], None), claim)
         if not self._consensus.all_agree(requests is not None):
             release((requests or {}).values())
             return False
@@ -205,22 +205,19 @@ class KVCacheLinker(UnifiedCacheLinker):  # type: ignore[misc]  # SGLang is impo
 
     @staticmethod
     def _stop(transfer: Transfer, until: float) -> None:
-        try:
-            transfer.cancel()
-            transfer.wait(max(0.0, until - time.monotonic()))
-        except Exception as error:  # noqa: BLE001  best-effort cleanup: the layers' waiters must still get the error
-            log_once("load could not be cancelled", error)
+        # the layers' waiters must get the load's own error in any case
+        call_guarded(None, transfer.cancel)
+        call_guarded(False, transfer.wait, max(0.0, until - time.monotonic()))
 
     # Stores
 
     def offload(self, transfers: list[PoolTransfer], session_id: str | None = None) -> bool:
-        try:
+        def queue() -> bool:
             parts = self._parts(transfers) if self._stores else []
             self._offloads.put(_QueuedOffload(parts, self.record_offload_ready(), self._generation))
-        except Exception as error:  # noqa: BLE001  a cache fault never fails a request
-            log_once("store was refused; its pages are dropped", error)
-            return False
-        return True
+            return True
+
+        return call_guarded(False, queue)
 
     def num_completed_offloads(self) -> int:
         return self._completed.qsize()
@@ -230,11 +227,7 @@ class KVCacheLinker(UnifiedCacheLinker):  # type: ignore[misc]  # SGLang is impo
 
     def _store_all(self) -> None:
         while (work := self._offloads.get()) is not None:
-            try:
-                kept = self._store(work)
-            except Exception as error:  # noqa: BLE001  worker thread that must survive
-                log_once("store failed; its pages are dropped", error)
-                kept = False
+            kept = call_guarded(False, self._store, work)
             if work.generation == self._generation:
                 self._completed.put(kept)
             self._offloads.task_done()

@@ -6,41 +6,24 @@ takes at most `deadline_s`, and as long again where a running transfer has to en
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import TypeVar
 
 from kvcache.cache.api import NamespaceHandle, Request, Transfer
+from kvcache.connector.guard import log_once, recover
 from kvcache.connector.sglang.host_pools import PoolLayout
 from kvcache.tier.tier import Outcome
 from kvcache.transfer.pages import Pages
-
-# Log of caught errors, once a kind, so that no fault can fill the log.
-
-MAX_LOGGED_ERRORS = 64
-
-_log = logging.getLogger("kvcache.sglang")
-_logged: set[str] = set()
-
-
-def log_once(what: str, error: Exception) -> None:
-    """Log an error once a kind. `what` names the call and the consequence."""
-    kind = f"{what}: {type(error).__name__}"
-    if kind not in _logged and len(_logged) < MAX_LOGGED_ERRORS:
-        _logged.add(kind)
-        _log.error(
-            "%s: %s: %s; later errors of this kind are counted only", what, type(error).__name__, error, exc_info=error
-        )
 
 
 def release(requests: Iterable[Request]) -> None:
     """Close all of these requests, even where closing one fails."""
     for request in requests:
-        try:
-            request.close()
-        except Exception as error:  # noqa: BLE001  best-effort cleanup
-            log_once("request was not closed; its holds are released at garbage collection", error)
+        recover(
+            request.close,
+            lambda error: log_once("request was not closed; its holds are released at garbage collection", error),
+        )
 
 
 POLL_S = 0.0005
@@ -138,12 +121,17 @@ class PoolStore:
         until = now + self.deadline_s if until is None else min(until, now + self.deadline_s)
         if until <= now:
             return default
-        try:
-            with self.handle.request(deadline_s=until - now) as request:
-                return work(request, until)
-        except Exception as error:  # noqa: BLE001  a cache fault never fails a request
+        end = until
+
+        def call() -> T:
+            with self.handle.request(deadline_s=end - now) as request:
+                return work(request, end)
+
+        def miss(error: Exception) -> T:
             log_once("call to the cache failed; its pages count as a miss", error)
             return default
+
+        return recover(call, miss)
 
 
 def _after(before: Sequence[str] | None) -> bytes | None:

@@ -27,6 +27,7 @@ from sglang.srt.mem_cache.hicache_storage import (
     PoolTransferResult,
 )
 
+from kvcache.connector.guard import recover
 from kvcache.connector.sglang.config import Options, close_cache, engine_name, identify_model, open_cache, run_detached
 from kvcache.connector.sglang.host_pools import Ranks, describe_pool, is_logical
 from kvcache.connector.sglang.pool_store import PoolStore, lengths_with_all_pages, lengths_with_last_pages
@@ -279,7 +280,5 @@ class _ServerArguments:
     def __getattr__(self, name: str) -> Any:
         from sglang.srt.runtime_context import get_context
 
-        try:
-            return get_context().config_leaf(name)
-        except Exception:  # noqa: BLE001  not published, or not under that name
-            return None
+        # None where it is not published, or not under that name
+        return recover(lambda: get_context().config_leaf(name), lambda error: None)

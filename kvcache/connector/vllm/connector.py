@@ -48,6 +48,7 @@ for new tensor shapes, in kv_layout.py. A field that crosses processes belongs i
 from __future__ import annotations
 
 import logging
+import platform
 from collections.abc import Iterable
 from typing import Any
 
@@ -58,8 +59,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 
+from kvcache.connector.guard import call_guarded, guarded, recover
 from kvcache.connector.vllm.config import Options, parse_options, reject_unsupported, uncached_reason
-from kvcache.connector.vllm.guard import call_guarded, guarded
 from kvcache.connector.vllm.kv_layout import describe_layers
 from kvcache.connector.vllm.metadata import ConnectorMetadata, HandshakeMetadata, WorkerMetadata
 from kvcache.connector.vllm.scheduler import ConnectorScheduler
@@ -116,15 +117,14 @@ class KVCacheConnector(KVConnectorBase_V1, SupportsHMA):
     # Worker hooks
 
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
-        try:
-            packing = _packing(self._vllm_config)
-            shapes = describe_layers(
-                kv_caches, self._kv_config.kv_cache_groups, self._kv_config.num_blocks, packing=packing
-            )
-        except Exception as error:  # noqa: BLE001  a cache fault never fails a request
-            why = str(error) if isinstance(error, LayoutError) else f"{type(error).__name__}: {error}"
-            _log.error("caching is off on this rank: %s", why)
-            self._handshake = HandshakeMetadata(refusal=why)
+        def refuse(error: Exception) -> None:
+            reason = str(error) if isinstance(error, LayoutError) else f"{type(error).__name__}: {error}"
+            _log.error("caching is off on this rank: %s", reason)
+            self._handshake = HandshakeMetadata(refusal=reason)
+
+        groups, count = self._kv_config.kv_cache_groups, self._kv_config.num_blocks
+        shapes = recover(lambda: describe_layers(kv_caches, groups, count, packing=_packing(self._vllm_config)), refuse)
+        if shapes is None:
             return
         replicas = getattr(self._kv_config, "kv_tp_replicas", 1)
         self._worker.register(kv_caches, shapes)
@@ -285,13 +285,12 @@ def _rank(config: Any) -> tuple[int, int]:
 
 def _packing(config: Any) -> str:
     """Return the name of the code that packs blocks on a CPU."""
-    try:
+
+    def isa() -> str:
         from vllm.v1.attention.backends import cpu_attn
 
         model = config.model_config
-        isa = cpu_attn._get_attn_isa(model.dtype, config.cache_config.block_size, model.get_head_size())  # noqa: SLF001  vLLM has no public name for it
-    except Exception:  # noqa: BLE001  another version or platform: fall back to the processor's name
-        import platform
+        return str(cpu_attn._get_attn_isa(model.dtype, config.cache_config.block_size, model.get_head_size()))  # noqa: SLF001  vLLM has no public name for it
 
-        isa = f"unknown {platform.processor() or platform.machine()}"
-    return f"cpu_attn {isa}"
+    # on another version or platform, the processor's name has to do
+    return f"cpu_attn {recover(isa, lambda error: f'unknown {platform.processor() or platform.machine()}')}"

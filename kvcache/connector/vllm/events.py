@@ -23,9 +23,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvcache.cache.api import NamespaceHandle, SupportsKVEvents
-from kvcache.connector.vllm.guard import call_guarded
+from kvcache.connector.guard import call_guarded, recover
 from kvcache.connector.vllm.kv_layout import ModelIdentity
 from kvcache.index.kv_events import KVEvent
+from kvcache.log import log_faults
 
 POLL_INTERVAL_S = 0.05
 MAX_NAMED_BLOCKS = 1 << 17
@@ -107,10 +108,8 @@ class KVEventPublisher:
     ) -> None:
         """Name these blocks of a request, from block `first` on. Never raises: unnamed blocks are not reported, and the
         request continues."""
-        try:
+        with log_faults(_log, "blocks were not published: request=%s", getattr(request, "request_id", "")):
             self._name(handle, request, digests, first, hashes_a_block)
-        except Exception:  # noqa: BLE001  a cache fault never fails a request
-            _log.exception("blocks were not published: request=%s", request.request_id)
 
     def _name(
         self, handle: NamespaceHandle, request: Any, digests: Sequence[bytes], first: int, hashes_a_block: int
@@ -161,10 +160,7 @@ class KVEventPublisher:
 
     def _run(self) -> None:
         while True:
-            try:
-                self.poll()
-            except Exception as error:  # noqa: BLE001  worker thread that must survive
-                _log.debug("KV events are not available: cause=%s", error)
+            recover(self.poll, lambda error: _log.debug("KV events are not available: cause=%s", error))
             if self._end.wait(POLL_INTERVAL_S):
                 return
 

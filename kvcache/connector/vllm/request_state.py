@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kvcache.cache.api import MAX_TTL_S, Hit, Request
-from kvcache.connector.vllm.guard import call_guarded
+from kvcache.connector.guard import call_guarded
 from kvcache.connector.vllm.identity import BlockDigests, NamespaceKey
 from kvcache.errors import AccessError, ConfigError, UnreachableError
 from kvcache.observe.metrics import Counters

@@ -14,10 +14,10 @@ from time import monotonic
 from typing import Any
 
 from kvcache.cache.api import KVCache, NamespaceHandle, SupportsKVEvents
+from kvcache.connector.guard import call_guarded, recover
 from kvcache.connector.vllm import version
 from kvcache.connector.vllm.config import Options
 from kvcache.connector.vllm.events import KVEventPublisher
-from kvcache.connector.vllm.guard import call_guarded
 from kvcache.connector.vllm.identity import (
     AdapterNames,
     BlockDigests,
@@ -79,16 +79,12 @@ class ConnectorScheduler:
         parallel = self._config.parallel_config
         if self._model is not None or self.disabled_reason or len(self._ranks) < parallel.world_size:
             return
-        try:
-            self._model = build_model_identity(self._config, self._options, self._ranks)
-        except (KVCacheError, OSError) as error:
-            self._disable(str(error))
-        except Exception as error:  # noqa: BLE001  a cache fault never fails a request
-            self._disable(f"{type(error).__name__}: {error}")
+        self._model = recover(lambda: build_model_identity(self._config, self._options, self._ranks), self._disable)
 
-    def _disable(self, why: str) -> None:
-        self.disabled_reason = why
-        _log.error("caching is off: %s", why)
+    def _disable(self, error: Exception) -> None:
+        is_expected = isinstance(error, (KVCacheError, OSError))
+        self.disabled_reason = str(error) if is_expected else f"{type(error).__name__}: {error}"
+        _log.error("caching is off: %s", self.disabled_reason)
 
     def _name(self) -> DigestOrigin:
         """Choose how blocks are named. The first request decides, because vLLM chooses the root of its hashes late."""
@@ -135,10 +131,11 @@ class ConnectorScheduler:
         if reason := unnamed_reason(request, origin):
             self.uncached.mark(request.request_id, reason, meaning("declined", "reason", reason))
             return None
-        try:
-            adapter = self._adapters.name(request.lora_request)
-        except Exception as error:  # noqa: BLE001  a cache fault never fails a request
-            self.uncached.mark(request.request_id, "adapter", f"its adapter cannot be read: {error}")
+        adapter = recover(
+            lambda: self._adapters.name(request.lora_request),
+            lambda error: self.uncached.mark(request.request_id, "adapter", f"its adapter cannot be read: {error}"),
+        )
+        if request.request_id in self.uncached:
             return None
         namespace_key = NamespaceKey(
             tenant=request_options.tenant or self._options.tenant,
@@ -158,11 +155,12 @@ class ConnectorScheduler:
         state = call_guarded(None, self.track, request)
         if state is None:
             return 0, False
-        try:
-            return self._match_tokens(request, state, local_tokens)
-        except Exception as error:  # noqa: BLE001  a cache fault never fails a request
+
+        def miss(error: Exception) -> tuple[int | None, bool]:
             self.uncached.mark_failed(state, error)
             return 0, False
+
+        return recover(lambda: self._match_tokens(request, state, local_tokens), miss)
 
     def _match_tokens(self, request: Any, state: RequestState, local_tokens: int) -> tuple[int | None, bool]:
         state.local_tokens = local_tokens
@@ -251,11 +249,12 @@ class ConnectorScheduler:
             state.close()
 
     def _load_spec(self, state: RequestState, first: int, end: int) -> TransferSpec:
-        try:
-            return self._move(state, first, end)
-        except Exception as error:  # noqa: BLE001  a cache fault never fails a request
+
+        def failed(error: Exception) -> TransferSpec:
             self.uncached.mark_failed(state, error)
             return self._move(state, first, end, known=LOAD_FAILED)
+
+        return recover(lambda: self._move(state, first, end), failed)
 
     def _move(self, state: RequestState, first: int, end: int, known: int | None = None) -> TransferSpec:
         """`known` is `LOAD_FAILED` for a load that the ranks have to report as failed."""
@@ -341,10 +340,10 @@ class ConnectorScheduler:
                 mine.extend(group)
         if not self._stores or state.request_options.skip_store:
             return
-        try:
-            self._store(metadata, state, computed + scheduled)
-        except Exception as error:  # noqa: BLE001  a cache fault never fails a request
-            self.uncached.mark_failed(state, error)
+        recover(
+            lambda: self._store(metadata, state, computed + scheduled),
+            lambda error: self.uncached.mark_failed(state, error),
+        )
 
     def _store(self, metadata: ConnectorMetadata, state: RequestState, computed: int) -> None:
         assert self._model is not None

@@ -10,6 +10,7 @@ from typing import Any
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 
 from kvcache.cache.api import KVCache
+from kvcache.connector.guard import recover
 from kvcache.connector.vllm.observe_mode import ObserveMode
 from kvcache.observe.exporter import PREFIX, samples
 from kvcache.observe.metrics import METRICS, Counters
@@ -101,10 +102,7 @@ class StatsSampler:
 
     def _run(self) -> None:
         while not self._end.wait(SAMPLE_INTERVAL_S):
-            try:
-                self.sample()
-            except Exception as error:  # noqa: BLE001  worker thread that must survive
-                _log.debug("statistics are not available: cause=%s", error)
+            recover(self.sample, lambda error: _log.debug("statistics are not available: cause=%s", error))
 
 
 def metric_rows(stats: Mapping[str, Any]) -> dict[str, dict[str, float]]:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from time import monotonic
 from typing import Protocol
 
-from kvcache.connector.vllm.guard import call_guarded
+from kvcache.connector.guard import call_guarded
 
 MAX_PENDING_STEPS = 64
 """Limit of scheduled steps without output; engines have a few."""

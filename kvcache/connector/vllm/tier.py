@@ -16,6 +16,7 @@ from __future__ import annotations
 import logging
 import uuid
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from itertools import pairwise
 from time import monotonic
@@ -27,9 +28,9 @@ from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, Tra
 
 from kvcache.block.layout import Group, KVLayout
 from kvcache.cache.api import Hit, NamespaceHandle, Request
+from kvcache.connector.guard import GuardedTransfer, call_guarded
 from kvcache.connector.vllm import version
 from kvcache.connector.vllm.config import TierOptions, parse_options
-from kvcache.connector.vllm.guard import GuardedTransfer, call_guarded, log_once
 from kvcache.connector.vllm.identity import checkpoint_of, resolve_revision
 from kvcache.connector.vllm.shared_cache import open_tier_cache
 from kvcache.errors import ModelError
@@ -119,11 +120,7 @@ class KVCacheTier(SecondaryTierManager):
     def lookup(self, key: bytes, req_context: Any) -> LookupResult:
         if key in self._failed.get(req_context.req_id, ()):
             return LookupResult.MISS
-        try:
-            hit = self._look(bytes(key))
-        except Exception as error:  # noqa: BLE001  a cache fault never fails a request; the chunk counts as missing
-            log_once("a lookup", error)
-            return LookupResult.MISS
+        hit = call_guarded(Hit(0, 0), self._look, bytes(key))
         if hit is None:
             return LookupResult.RETRY
         return LookupResult.HIT if hit.blocks else LookupResult.MISS
@@ -167,22 +164,21 @@ class KVCacheTier(SecondaryTierManager):
         job = self._jobs[transfer_job.job_id] = Job(
             transfer_job.job_id, load, monotonic(), keys, transfer_job.req_context.req_id
         )
-        try:
+
+        def begin() -> bool:
             handle = self._namespace()
             if handle is None:
-                job.failed = True
-                return
+                return False
             for first, end in self._runs(keys, transfer_job.req_context):
                 request = handle.request(deadline_s=self._options.load_s)
-                try:
+                with ExitStack() as on_fault:
+                    on_fault.callback(call_guarded, None, request.close)
                     transfer = self._begin(request, keys[first:end], chunks[first:end], load=load)
-                except Exception:
-                    call_guarded(None, request.close)
-                    raise
+                    on_fault.pop_all()
                 job.parts.append(JobPart(keys[first:end], request, transfer))
-        except Exception as error:  # noqa: BLE001  a cache fault never fails a request
-            log_once("a load of chunks" if load else "a store of chunks", error)
-            job.failed = True
+            return True
+
+        job.failed = not call_guarded(False, begin)
 
     def _begin(self, request: Request, keys: Sequence[bytes], chunks: Sequence[int], *, load: bool) -> GuardedTransfer:
         request.match(digests=keys, after=b"")

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from time import monotonic
 from typing import Any
 
 from kvcache.cache.api import KVCache, Request
+from kvcache.connector.guard import GuardedTransfer, call_guarded, guarded
 from kvcache.connector.vllm.config import Options
-from kvcache.connector.vllm.guard import GuardedTransfer, call_guarded, log_once
 from kvcache.connector.vllm.identity import NamespaceKey
 from kvcache.connector.vllm.kv_layout import LayerGroup, ModelIdentity, Rank, pages_of
 from kvcache.connector.vllm.metadata import ConnectorMetadata, TransferSpec
@@ -208,11 +209,10 @@ class ConnectorWorker:
             handle = self._namespaces.bind(self._model, self.cache, spec.namespace_key, self._rank)
             named = {"agent": spec.agent, "session": spec.session}
             request = handle.request(spec.request_id, ttl_s=spec.ttl_s, deadline_s=self._options.load_s, **named)
-            try:
+            with ExitStack() as on_fault:
+                on_fault.callback(call_guarded, None, request.close)
                 request.match(digests=list(spec.digests))
-            except Exception:
-                call_guarded(None, request.close)
-                raise
+                on_fault.pop_all()
             known = self._known[spec.request_id] = WorkerRequest(spec.namespace_key, request, len(spec.digests))
         elif spec.digests:
             known.request.extend(digests=list(spec.digests))
@@ -221,24 +221,20 @@ class ConnectorWorker:
 
     def _begin_load(self, spec: TransferSpec) -> GuardedTransfer | None:
         """Begin a load; None where it could not begin, and its blocks are computed."""
-        try:
-            request = self._request(spec).request
-            return GuardedTransfer(
-                request.load(spec.first + spec.count, self._pages, spec.pages, first_block=spec.first)
-            )
-        except Exception as error:  # noqa: BLE001  a cache fault never fails a request
-            log_once("a load", error)
-            return None
 
+        def begin() -> GuardedTransfer | None:
+            request, end = self._request(spec).request, spec.first + spec.count
+            return GuardedTransfer(request.load(end, self._pages, spec.pages, first_block=spec.first))
+
+        return call_guarded(None, begin)
+
+    @guarded()
     def _begin_store(self, spec: TransferSpec) -> None:
-        try:
-            known = self._request(spec)
-            if known.last_store is not None and not known.last_store.done:
-                self._wait_for_store(known.last_store, spec)  # a block is kept only behind its parent
-            transfer = GuardedTransfer(known.request.store(self._pages, spec.pages, first_block=spec.first))
-        except Exception as error:  # noqa: BLE001  a cache fault never fails a request; its blocks are not kept
-            log_once("a store", error)
-            return
+        """Begin a store; where it cannot begin, its blocks are not kept."""
+        known = self._request(spec)
+        if known.last_store is not None and not known.last_store.done:
+            self._wait_for_store(known.last_store, spec)  # a block is kept only behind its parent
+        transfer = GuardedTransfer(known.request.store(self._pages, spec.pages, first_block=spec.first))
         known.last_store = transfer
         self._storing.append((transfer, set().union(*spec.pages), spec))
 

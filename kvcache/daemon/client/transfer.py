@@ -23,7 +23,7 @@ from kvcache.daemon.server.slot_lease import WIRE_OUTCOMES
 from kvcache.daemon.shm import LeasedBatch, SlabMappings
 from kvcache.daemon.wire import Wire, WireTimeoutError
 from kvcache.errors import KVCacheError, UnreachableError
-from kvcache.log import RequestContext, logger, request_context
+from kvcache.log import RequestContext, log_faults, logger, request_context
 from kvcache.os_env import Executor
 from kvcache.tier.tier import Outcome
 from kvcache.transfer.copier import CopierRegistry
@@ -191,14 +191,14 @@ class TransferTask:
         outcome = Outcome.FAILED
         with request_context(self.request.work):
             try:
-                self._run()
-            except WireTimeoutError as error:
-                outcome = Outcome.TIMED_OUT
-                _log.debug("%s timed out: %s", self.op, error)
-            except KVCacheError as error:
-                _log.debug("%s failed: %s", self.op, error)
-            except Exception:  # noqa: BLE001  worker thread that must survive: a cache fault never fails a request
-                _log.exception("a %s failed", self.op)
+                with log_faults(_log, "a %s failed", self.op):
+                    try:
+                        self._run()
+                    except WireTimeoutError as error:
+                        outcome = Outcome.TIMED_OUT
+                        _log.debug("%s timed out: %s", self.op, error)
+                    except KVCacheError as error:
+                        _log.debug("%s failed: %s", self.op, error)
             finally:
                 self.finish(outcome)
 
@@ -265,12 +265,8 @@ class TransferTask:
             bad = batch.damaged()
             if bad is not None:
                 self._fail_from(bad, Outcome.DAMAGED)
-            try:
-                copies = self.mover.scatter([part for part in batch.parts if part[0] < self.valid_blocks])
-                self.transfer.begun(min(blocks, self.valid_blocks), copies)
-                wait_all(copies)
-            except Exception:  # noqa: BLE001  boundary to foreign code: later payloads must still be read
-                _log.exception("pages could not be filled")
+            parts = [part for part in batch.parts if part[0] < self.valid_blocks]
+            if not self._scatter(parts, min(blocks, self.valid_blocks)):
                 self._fail_from(batch.first, Outcome.FAILED)
                 return
         self.transfer.settle_run(batch.first, min(blocks, self.valid_blocks), Outcome.DONE)
@@ -300,23 +296,29 @@ class TransferTask:
         return mappings.parse_leases(message["lent"], blocks=self.end - self.first, groups=len(self.sizes))
 
     def _copy_from_pages(self, parts: Sequence[CopyViewPart]) -> bool:
-        try:
+        """Gather pages; False where that failed. The daemon needs a reply in any case."""
+        with log_faults(_log, "pages could not be gathered"):
             self.mover.gather(parts)
-        except Exception:  # noqa: BLE001  boundary to foreign code: the daemon needs a reply in any case
-            _log.exception("pages could not be gathered")
-            return False
-        return True
+            return True
+        return False
+
+    def _scatter(self, parts: Sequence[CopyViewPart], blocks: int) -> bool:
+        """Fill pages with the parts of the first `blocks` blocks; False where that failed.
+
+        The caller continues in any case: the daemon needs a reply, and later payloads must be read.
+        """
+        with log_faults(_log, "pages could not be filled"):
+            copies = self.mover.scatter(parts)
+            self.transfer.begun(blocks, copies)
+            wait_all(copies)
+            return True
+        return False
 
     def _copy_to_pages(self, lease: LeasedBatch, blocks: int) -> bool:
         """Copy leased slots into pages; return False where the daemon reused a slot, whose bytes are then discarded."""
         same = lease.unchanged()
         if same.all():
-            try:
-                copies = self.mover.scatter(lease.parts)
-                self.transfer.begun(blocks, copies)
-                wait_all(copies)
-            except Exception:  # noqa: BLE001  boundary to foreign code: the daemon needs a reply in any case
-                _log.exception("pages could not be filled")
+            if not self._scatter(lease.parts, blocks):
                 return False
             same = lease.unchanged()
         if not same.all():

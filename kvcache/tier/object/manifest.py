@@ -18,6 +18,7 @@ import msgpack
 from xxhash import xxh3_64_digest
 
 from kvcache.block.record import Address, RecordError
+from kvcache.errors import INVALID_DATA
 from kvcache.os_env import Clock
 from kvcache.tier.breaker import Counters
 from kvcache.tier.object.bucket import Bucket, ListedObject, ObjectExistsError, RefusedError
@@ -121,7 +122,7 @@ class ManifestCopy:
             return {}
         try:
             return {str(path): (str(etag), bytes(table)) for path, etag, table in msgpack.unpackb(data[8:])}
-        except Exception:  # noqa: BLE001  any writer of the store may put any bytes here
+        except INVALID_DATA:  # any writer of the store may put any bytes here
             self._tables.counters.add("damaged")
             return {}
 

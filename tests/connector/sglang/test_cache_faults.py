@@ -28,7 +28,7 @@ def over(methods: Sequence[str]) -> Any:
 @pytest.fixture(autouse=True)
 def forget(monkeypatch: pytest.MonkeyPatch) -> None:
     """What was said by earlier tests."""
-    monkeypatch.setattr(faults, "_logged", set())
+    monkeypatch.setattr("kvcache.connector.guard._logged", set())
 
 
 @over(METHODS)
@@ -95,7 +95,7 @@ def test_each_kind_of_fault_is_logged_once(caplog: pytest.LogCaptureFixture) -> 
     injector = FaultInjector()
     store = pool_store(injector.wrap(NaiveCache()), pool())
     injector.method = "match"
-    with caplog.at_level(logging.ERROR, "kvcache.sglang"):
+    with caplog.at_level(logging.ERROR, "kvcache.connector"):
         for fault in ("a mistake", "an error of ours", "a mistake"):
             injector.fault = fault
             for _ in range(5):

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from kvcache.cache.operation import BlockTransfer
-from kvcache.connector.vllm.guard import GuardedTransfer, call_guarded, guarded
+from kvcache.connector.guard import GuardedTransfer, call_guarded, guarded
 from kvcache.testing.faulty_cache import RaisingProxy
 from kvcache.testing.naive_cache import NaiveCache
 from tests.connector.vllm.conftest import PAGES, TOKENS, blocks, output, request
@@ -108,7 +108,7 @@ def test_random_failures_fail_no_request(make_connector: MakeConnector, seed: in
 
 
 def test_each_kind_of_failure_is_logged_once(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvcache.connector.vllm.guard._logged", set())
+    monkeypatch.setattr("kvcache.connector.guard._logged", set())
 
     def breaks() -> int:
         raise ZeroDivisionError("here")

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 
-from kvcache.connector.sglang import pool_store as faults
 from kvcache.testing.naive_cache import NaiveCache
 from tests.connector.fault_injection import FAULTS, METHODS, FaultInjector
 from tests.connector.sglang.fake_host_pools import MHATokenToKVPoolHost
@@ -31,7 +30,7 @@ def injector(monkeypatch: pytest.MonkeyPatch) -> FaultInjector:
     made = FaultInjector()
     for room in ("storage", "linker"):
         monkeypatch.setattr(f"kvcache.connector.sglang.{room}.open_cache", lambda *_: made.wrap(NaiveCache()))
-    monkeypatch.setattr(faults, "_logged", set())
+    monkeypatch.setattr("kvcache.connector.guard._logged", set())
     return made
 
 

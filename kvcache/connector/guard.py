@@ -1,4 +1,4 @@
-"""Guards hooks: an exception of the cache is not raised in the engine, which sees an empty cache instead.
+"""Guards an engine's hooks: no exception of the cache is raised in the engine, which sees an empty cache instead.
 
 The API raises for misuse only, so an exception caught here is a defect of the connector. It is logged with its
 traceback, once a kind, and the request continues.
@@ -19,17 +19,27 @@ MAX_LOGGED_ERRORS = 256
 T = TypeVar("T")
 P = ParamSpec("P")
 
-_log = logging.getLogger("kvcache.connector.vllm")
+_log = logging.getLogger("kvcache.connector")
 _logged: set[tuple[str, str]] = set()
 
 
-def call_guarded(default: T, call: Callable[P, T], *args: P.args, **named: P.kwargs) -> T:
-    """Return the result of `call`, or `default` where it raises."""
+def recover(call: Callable[[], T], on_fault: Callable[[Exception], T]) -> T:
+    """Return the result of `call`, or of `on_fault`, which gets the error, where it raises."""
     try:
-        return call(*args, **named)
-    except Exception as error:  # noqa: BLE001  a cache fault never fails a request
-        log_once(getattr(call, "__qualname__", repr(call)), error)
+        return call()
+    except Exception as error:  # noqa: BLE001  boundary to an engine: a cache fault never fails a request
+        return on_fault(error)
+
+
+def call_guarded(default: T, call: Callable[P, T], *args: P.args, **named: P.kwargs) -> T:
+    """Return the result of `call`, or `default` where it raises, which is logged once a kind."""
+
+    def fault(error: Exception) -> T:
+        name = getattr(call, "__qualname__", repr(call))
+        log_once(f"{name} failed; the engine continues without the cache", error)
         return default
+
+    return recover(lambda: call(*args, **named), fault)
 
 
 def guarded(default: Any = None) -> Callable[[Callable[P, T]], Callable[P, T]]:
@@ -45,11 +55,12 @@ def guarded(default: Any = None) -> Callable[[Callable[P, T]], Callable[P, T]]:
     return of
 
 
-def log_once(where: str, error: Exception) -> None:
-    key = (where, type(error).__name__)
+def log_once(what: str, error: Exception) -> None:
+    """Log an error once a kind. `what` names the call and the consequence."""
+    key = (what, type(error).__name__)
     if key not in _logged and len(_logged) < MAX_LOGGED_ERRORS:
         _logged.add(key)
-        _log.error("%s failed; the engine continues without the cache; logged once", where, exc_info=error)
+        _log.error("%s: %s: %s; logged once a kind", what, type(error).__name__, error, exc_info=error)
 
 
 class GuardedTransfer:
