@@ -218,7 +218,7 @@ class InlineExecutor:
         future: Future[Any] = Future()
         try:
             future.set_result(call())
-        except Exception as error:  # noqa: BLE001  the future carries the error, as in a thread pool
+        except Exception as error:  # noqa: BLE001  boundary to foreign code: the future carries the error, as in a thread pool
             future.set_exception(error)
         return future
 

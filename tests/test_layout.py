@@ -7,6 +7,7 @@ count as well, because knowing a type is knowing its package.
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from functools import cache
 from pathlib import Path
@@ -255,3 +256,14 @@ if __name__ == "__main__":
     for name, lines in lengths().items():
         if lines < MIN_MODULE_LINES and not name.endswith("__init__.py"):
             print(f"short: {name} {lines}")
+
+
+MAX_BLANKET_EXCEPTS = 25
+REASONS = re.compile(r"boundary to |boundary: |worker thread that must survive|best-effort cleanup")
+
+
+def test_blanket_excepts_are_few_and_have_a_reason() -> None:
+    lines = [line for path in SOURCES for line in path.read_text().split("\n")]
+    lines = [line for line in lines if re.search(r"except( Exception\b|:)", line)]
+    assert len(lines) <= MAX_BLANKET_EXCEPTS
+    assert [line.strip() for line in lines if not REASONS.search(line)] == []

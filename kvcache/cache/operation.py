@@ -59,7 +59,7 @@ class BlockTransfer(Ticket):
             copies = list(self._copies)
         try:
             return all(copy.wait_layer(layer, remaining()) for copy in copies)
-        except Exception:  # noqa: BLE001  the device failed, and the transfer reports it
+        except Exception:  # noqa: BLE001  boundary to foreign code: the device failed, and the transfer reports it
             return self.wait(remaining())
 
     def settle_run(self, first: int, end: int, outcome: Outcome) -> None:

@@ -145,7 +145,7 @@ class Promoter:
                 deadline=reads[0].deadline,
                 on_outcome=arrived,
             )
-        except Exception:  # noqa: BLE001  a cache fault never fails a request
+        except Exception:  # noqa: BLE001  boundary to foreign code: a tier may be a user's
             # without an outcome these records could not be loaded again
             _log.exception("%s accepted no reads; blocks=%d count as misses", tier.name, len(reads))
             for i in [i for i, settled in enumerate(reported) if not settled]:

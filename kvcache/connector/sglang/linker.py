@@ -185,7 +185,7 @@ class KVCacheLinker(UnifiedCacheLinker):  # type: ignore[misc]  # SGLang is impo
                     if layer == self._layers - 1 or transfer.done:
                         self._came(part, transfer, until)
                 self.layer_done_counter.complete(index, layer)
-        except Exception as error:  # noqa: BLE001  SGLang takes it from the counter
+        except Exception as error:  # noqa: BLE001  worker thread that must survive; SGLang takes the error from the counter
             log_once("load failed; SGLang fails its requests", error)
             until = time.monotonic() + self._deadline_s
             for _, transfer in under_way:

@@ -59,7 +59,7 @@ def parse_call(model: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Pr
         defaults = {name: named[name] for name in ("use_model_defaults",) if name in named}
         config, unused = bare._prepare_generation_config(named.get("generation_config"), **defaults, **free)  # noqa: SLF001  no public name
         mode = config.get_generation_mode(named.get("assistant_model"))
-    except Exception as error:  # noqa: BLE001  `generate` resolves it again and raises the same to its caller
+    except Exception as error:  # noqa: BLE001  boundary to foreign code: `generate` resolves it again and raises the same to its caller
         return f"{type(error).__name__}: {error}"
     more = {name: value for name, value in named.items() if name not in _NAMED}
     more |= {name: value for name, value in unused.items() if name not in _FREE}

@@ -25,6 +25,7 @@ from transformers import DynamicCache
 from kvcache.block.checkpoint import config_digest
 from kvcache.block.hf import engine_facts
 from kvcache.cache.api import KVCache, Request
+from kvcache.connector.guard import recover
 from kvcache.connector.transformers import generate_call as transformers_call
 from kvcache.connector.transformers.kv_layout import Tensors, cache_argument, cache_layout
 from kvcache.connector.transformers.revision import tensors_revision
@@ -254,12 +255,11 @@ class PrefixStore:
         return [list(range(first, end))] * len(self.caching.layout.groups)
 
     def _safely(self, work: Callable[[], Any]) -> Any:
-        try:
-            return work()
-        except Exception as error:  # noqa: BLE001  a cache fault never fails a request
+        def declined(error: Exception) -> None:
             self.declined = f"{type(error).__name__}: {error}"
             _log.exception("cache call failed; the model computes all tokens")
-            return None
+
+        return recover(work, declined)
 
 
 def _model_name(config: Any) -> str:
