@@ -396,7 +396,7 @@ class CacheRequest:
             transfer=transfer,
             ttl_s=self.ttl_s,
         )
-        self._tier_manager.submit_store(job.run, submit)
+        self._tier_manager.stores.submit(job.run, submit)
         return transfer
 
     def close(self) -> None:

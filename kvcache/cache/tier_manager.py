@@ -56,8 +56,7 @@ class TierManager:
         self.executor = self._os_env.executor(settings.flow.threads, "copy")
         self._syncs = self._os_env.executor(max(1, len(context.lower_tiers)), "sync")
         self._reported_losses: Counts = {}  # lost blocks that some `flush` caller has had reported
-        self._stores = Stores(self._os_env.condition())
-        self.submit_store, self.begin_store, self.end_store = self._stores.submit, self._stores.begin, self._stores.end
+        self.stores = Stores(self._os_env.condition())
         self._reporting = threading.Lock()
 
     # host memory
@@ -204,7 +203,7 @@ class TierManager:
                         self._offer(queue, chain, 0, blocks)
 
         if write_back_queues and blocks:
-            self.submit_store(offer, self.executor.submit)
+            self.stores.submit(offer, self.executor.submit)
 
     def _offer(self, queue: WriteBackQueue, chain: ChainView, first: int, end: int) -> None:
         with ExitStack() as on_fault:
@@ -311,7 +310,7 @@ class TierManager:
 
     def _wait_begun(self, remaining_s: Remaining) -> list[str]:
         """Wait for stores in progress and removals of expired blocks; the reasons where time ran out."""
-        if stores := self._stores.wait(remaining_s()):
+        if stores := self.stores.wait(remaining_s()):
             return [f"{stores} stores have not ended"]
         more = True
         while more:

@@ -316,14 +316,14 @@ def test_each_flush_step_gets_the_remaining_timeout(monkeypatch: pytest.MonkeyPa
 
 def test_a_flush_waits_for_stores_already_begun() -> None:
     cache = open_host(8)
-    last, answers = cache.tier_manager.begin_store(), list[bool]()
+    last, answers = cache.tier_manager.stores.begin(), list[bool]()
     flushes = threading.Thread(target=lambda: answers.append(bool(cache.flush(120))))
     flushes.start()
     while flushes.is_alive():  # one is under way at every moment
-        last, before = cache.tier_manager.begin_store(), last
-        cache.tier_manager.end_store(before)
+        last, before = cache.tier_manager.stores.begin(), last
+        cache.tier_manager.stores.end(before)
     assert answers == [True]
     assert not cache.flush(0)
-    cache.tier_manager.end_store(last)
+    cache.tier_manager.stores.end(last)
     assert cache.flush(0)
     cache.close()

@@ -52,7 +52,6 @@ class ConnectorScheduler:
         self._loads, self._stores = role.is_kv_consumer, role.is_kv_producer
         self._ranks: dict[Rank, HandshakeMetadata] = {}
         self._model: ModelIdentity | None = None
-        self._metadata_steps = 0  # steps in which the ranks received the model
         self._adapters = AdapterNames(read_every_byte=read_every_byte(options))
         self._epoch = ""
         self._origin: DigestOrigin | None = None
