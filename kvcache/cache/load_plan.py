@@ -158,7 +158,7 @@ class LoadChoice:
     tokens: int = 0
     block_tokens: int = 0
     namespace: bytes = b""
-    ahead: Mapping[str, int] = field(default_factory=dict)
+    queued: Mapping[str, int] = field(default_factory=dict)
     """By tier, the bytes that it had to read first."""
 
     @property
@@ -203,7 +203,7 @@ class LoadPlan:
         self._clock, self._counters, self.enabled = clock, counters, enabled
         self._tiers: dict[str, LatencyModel] = {}
         self._engines: dict[bytes, LatencyModel] = {}  # by namespace
-        self._under_way: dict[str, int] = {}  # bytes by tier
+        self._bytes_in_flight: dict[str, int] = {}  # bytes by tier
         self._tried: dict[str, float] = {}  # when a tier was last read
         self._open: defaultdict[str, deque[ChoiceResult]] = defaultdict(deque)  # by the tier whose blocks were skipped
         self._lock = threading.Lock()
@@ -222,8 +222,8 @@ class LoadPlan:
         """Report that a tier started to read a batch."""
         now = self._clock.now()
         with self._lock:
-            before = self._under_way.get(tier, 0)
-            self._under_way[tier] = before + size_bytes
+            before = self._bytes_in_flight.get(tier, 0)
+            self._bytes_in_flight[tier] = before + size_bytes
             self._tried[tier] = now
         return TierRead(tier, size_bytes, before, now)
 
@@ -235,7 +235,7 @@ class LoadPlan:
         """
         seconds = self._clock.now() - tier_read.begun
         with self._lock:
-            self._under_way[tier_read.tier] -= tier_read.bytes
+            self._bytes_in_flight[tier_read.tier] -= tier_read.bytes
             late = late and seconds > self._latency_model(tier_read.tier).seconds(
                 tier_read.queued_bytes + tier_read.bytes
             )
@@ -278,8 +278,8 @@ class LoadPlan:
             engine = self._engines.get(namespace)
             if not self.enabled or engine is None or not found or len(spans) > MAX_SPANS:
                 return LoadChoice(found, found)
-            ahead = dict(self._under_way)
-            ends = self._ends(engine, tokens, block_tokens, spans, ahead)
+            queued = dict(self._bytes_in_flight)
+            ends = self._ends(engine, tokens, block_tokens, spans, queued)
             blocks, load_s, compute_s = min(ends, key=lambda end: (end[1] + end[2], -end[0]))
             _, all_s, rest_s = ends[-1]
             full_compute_s = ends[0][2]
@@ -293,11 +293,11 @@ class LoadPlan:
             tokens=tokens,
             block_tokens=block_tokens,
             namespace=namespace,
-            ahead=ahead,
+            queued=queued,
         )
 
     def _ends(
-        self, engine: LatencyModel, tokens: int, block_tokens: int, spans: Sequence[TierSpan], ahead: Mapping[str, int]
+        self, engine: LatencyModel, tokens: int, block_tokens: int, spans: Sequence[TierSpan], queued: Mapping[str, int]
     ) -> list[tuple[int, float, float]]:
         """For each number of blocks to compare: the number, the time to load them, the time to compute the rest."""
         ends = [(0, 0.0, engine.seconds(tokens))]
@@ -306,7 +306,7 @@ class LoadPlan:
         takes: dict[str, float] = {}  # seconds by tier
         for span in spans:
             blocks, size = blocks + span.blocks, size + span.bytes
-            read[span.tier] = read.get(span.tier, ahead.get(span.tier, 0)) + span.bytes
+            read[span.tier] = read.get(span.tier, queued.get(span.tier, 0)) + span.bytes
             takes[span.tier] = self._latency_model(span.tier).seconds(read[span.tier])
             takes["host"] = self._latency_model("host").seconds(size)  # all blocks pass through host
             ends.append((blocks, max(takes.values()), engine.seconds(max(1, tokens - blocks * block_tokens))))
@@ -318,7 +318,7 @@ class LoadPlan:
         if tier is None:
             return False
         with self._lock:
-            if self._under_way.get(tier, 0):
+            if self._bytes_in_flight.get(tier, 0):
                 return False
             idle_s = self._clock.now() - self._tried.get(tier, float("-inf"))
             return idle_s >= PROBE_INTERVAL_S or self._latency_model(tier).is_outlier
@@ -357,7 +357,7 @@ class LoadPlan:
     def _regret(self, taken: ChoiceResult) -> None:
         choice, spent = taken.choice, self._spent(taken)
         engine = self._engines[choice.namespace]
-        ends = self._ends(engine, choice.tokens, choice.block_tokens, choice.spans, choice.ahead)
+        ends = self._ends(engine, choice.tokens, choice.block_tokens, choice.spans, choice.queued)
         if taken.rest_only:
             spent += max(load for blocks, load, _ in ends if blocks <= taken.blocks)
             ends = [end for end in ends if end[0] > taken.blocks]

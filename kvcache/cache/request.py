@@ -201,7 +201,7 @@ class CacheRequest:
         self._by_tier: dict[str, int] = {}
         self.choice = LoadChoice(0, 0)  # the plan's last choice
         self._stamp = 0  # the time of the first admit or store; 0: none yet
-        self._asked = 0  # blocks, at admission
+        self._requested_blocks = 0  # blocks, at admission
         self._claim: Holds.Claim = []
         self._claim_finalizer: weakref.finalize[..., CacheRequest] | None = None
         self._token_ids: Any = None  # of the prompt, if the canary needs them
@@ -308,8 +308,8 @@ class CacheRequest:
         )  # for a request that is never closed
         self._tier_manager.write_on_second_use(self._chains(), self._found)
         counters.add("requests")
-        self._asked = len(self.signatures)
-        asked_tokens = self._asked * layout.block_tokens
+        self._requested_blocks = len(self.signatures)
+        asked_tokens = self._requested_blocks * layout.block_tokens
         counters.add("asked_tokens", asked_tokens)
         hits = {tier: blocks * layout.block_tokens for tier, blocks in self._by_tier.items()}
         for tier, tokens in hits.items():
@@ -401,8 +401,8 @@ class CacheRequest:
 
     def close(self) -> None:
         self._count()
-        if self._asked:
-            handle, requested, self._asked = self._handle, self._asked, 0
+        if self._requested_blocks:
+            handle, requested, self._requested_blocks = self._handle, self._requested_blocks, 0
             self._context.curve.add(
                 self.chain.packed, requested, handle.model, (handle.tenant, self.work.agent, handle.id[:4].hex())
             )

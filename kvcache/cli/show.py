@@ -45,14 +45,14 @@ def ls(
 
 def _namespace_rows(found: Sequence[NamespaceRow], tiers: Sequence[str]) -> Iterator[tuple[str, ...]]:
     for row in found:
-        asked, hits = row["asked_tokens"], sum(row["hit_tokens"].values())
+        requested, hits = row["asked_tokens"], sum(row["hit_tokens"].values())
         yield (
             row["id"][:8],
             "+".join(filter(None, (row["model"], row["adapter"]))) or "?",
             row["tenant"] or "?",
             *(_format_holding(row["tiers"].get(tier)) for tier in tiers),
             f"{row['requests']:,}",
-            f"{hits / asked:.1%}" if asked else "",
+            f"{hits / requested:.1%}" if requested else "",
             last_use(row),
         )
 

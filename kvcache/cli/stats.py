@@ -105,10 +105,10 @@ def _tiers(found: Stats) -> Iterator[tuple[str, ...]]:
 
 def _tokens(found: Stats) -> Iterator[tuple[str, str, str]]:
     counters = found["counters"]
-    asked = counters.get("asked_tokens", 0)
-    yield "requested", f"{asked:,}", f"in {counters.get('requests', 0):,} requests"
+    requested = counters.get("asked_tokens", 0)
+    yield "requested", f"{requested:,}", f"in {counters.get('requests', 0):,} requests"
     for tier, tokens in counters.get("hit_tokens", {}).items():
-        yield f"found in {tier}", f"{tokens:,}", f"{tokens / asked:.1%}" if asked else ""
+        yield f"found in {tier}", f"{tokens:,}", f"{tokens / requested:.1%}" if requested else ""
 
 
 def _reasons(found: Stats) -> Iterator[tuple[str, str, str, str]]:

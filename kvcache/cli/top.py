@@ -105,13 +105,13 @@ def _headline(before: Snapshot, now: Snapshot) -> RenderableType:
     from rich.text import Text
 
     counters = now["stats"]["counters"]
-    asked, hits = counters.get("asked_tokens", 0), sum(counters.get("hit_tokens", {}).values())
+    requested, hits = counters.get("asked_tokens", 0), sum(counters.get("hit_tokens", {}).values())
     lately = counter_delta(before, now, "asked_tokens")
     line = Text()
-    line.append(f"hit rate {hits / asked:.1%}" if asked else "no requests yet", "bold")
+    line.append(f"hit rate {hits / requested:.1%}" if requested else "no requests yet", "bold")
     if lately > 0:
         line.append(f" ({counter_delta(before, now, 'hit_tokens') / lately:.1%} now)")
-    line.append(f"   {hits:,} of {asked:,} tokens in {counters.get('requests', 0):,} requests")
+    line.append(f"   {hits:,} of {requested:,} tokens in {counters.get('requests', 0):,} requests")
     line.append(f"   loads {_rate(before, now, 'loaded_bytes')}, stores {_rate(before, now, 'stored_bytes')}")
     return line
 
@@ -149,20 +149,20 @@ def _tiers(before: Snapshot, now: Snapshot) -> RenderableType:
     from rich.text import Text
 
     counters = now["stats"]["counters"]
-    asked = counters.get("asked_tokens", 0)
+    requested = counters.get("asked_tokens", 0)
     table = _table("", "tier", ">used", ">of", "full", ">hit rate", ">loads", ">records", ">held", ">pinned", "state")
     for name, tier in now["stats"]["tiers"].items():
-        used, room = tier["used_bytes"], tier.get("capacity_bytes", 0)
+        used, capacity = tier["used_bytes"], tier.get("capacity_bytes", 0)
         hits = counters.get("hit_tokens", {}).get(name, 0)
         style = TIER_STYLES.get(name, "white")
         table.add_row(
             Text(name, style),
             show_bytes(used),
-            show_bytes(room) if room else "shared",
-            ProgressBar(total=room, completed=used, width=14, complete_style=style, finished_style=style)
-            if room
+            show_bytes(capacity) if capacity else "shared",
+            ProgressBar(total=capacity, completed=used, width=14, complete_style=style, finished_style=style)
+            if capacity
             else "",
-            f"{hits / asked:.1%}" if asked else "",
+            f"{hits / requested:.1%}" if requested else "",
             _rate(before, now, "loaded_bytes", name),
             f"{tier['records']:,}",
             show_bytes(tier.get("held_bytes", 0)),
@@ -214,8 +214,8 @@ def _agents(now: Snapshot) -> Table | None:
 
 
 def _hit_rate(row: Mapping[str, Any]) -> str:
-    asked = row["asked_tokens"]
-    return f"{sum(row['hit_tokens'].values()) / asked:.1%}" if asked else ""
+    requested = row["asked_tokens"]
+    return f"{sum(row['hit_tokens'].values()) / requested:.1%}" if requested else ""
 
 
 def _events(now: Snapshot) -> Table | None:

@@ -56,17 +56,17 @@ def replay(
             prefill_tokens_per_s=prefill,
             speed=speed,
         )
-        played = made.run(arrivals)
+        result = made.run(arrivals)
         reasons = opened.stats().get("counters", {}).get("misses", {})
-    times = np.percentile(played.ttft_s, (50, 90, 99)).tolist()
+    times = np.percentile(result.ttft_s, (50, 90, 99)).tolist()
     alone = float(np.median([arrival.tokens for arrival in arrivals])) / (prefill * speed)
     results: dict[str, Any] = {
         "requests": len(arrivals),
-        "tokens": played.tokens,
-        "hit_rate": sum(played.found.values()) / max(1, played.tokens),
-        "hit_tokens": dict(played.found),
-        "loaded_tokens": played.loaded_tokens,
-        "wrong_blocks": played.wrong_blocks,
+        "tokens": result.tokens,
+        "hit_rate": sum(result.found.values()) / max(1, result.tokens),
+        "hit_tokens": dict(result.found),
+        "loaded_tokens": result.loaded_tokens,
+        "wrong_blocks": result.wrong_blocks,
         "ttft_s": dict(zip(("p50", "p90", "p99"), times, strict=True)),
         "prefill_alone_p50_s": alone,
         "misses": reasons,
@@ -75,8 +75,8 @@ def replay(
         print_json(results)
     else:
         print_table(("", ""), list(_rows(results)))
-    if played.wrong_blocks:
-        print(f"kvcache: {played.wrong_blocks} blocks were loaded with wrong bytes", file=sys.stderr)
+    if result.wrong_blocks:
+        print(f"kvcache: {result.wrong_blocks} blocks were loaded with wrong bytes", file=sys.stderr)
         raise typer.Exit(1)
 
 
@@ -147,22 +147,22 @@ def simulate(
         loaded = Tokenizer.from_file(str(tokenizer))
         options["tokenize"] = lambda text: loaded.encode(text, add_special_tokens=False).ids
     try:
-        played = read_trace(trace, format, **options)
+        result = read_trace(trace, format, **options)
     except TypeError:
         raise ConfigError(f"{', '.join(options)}: not an option of this format; remove it") from None
     if tiers is not None:
-        _price(played, _levels(tiers, measured), policy or ["hazard"], token_bytes, prefill, as_json)
+        _price(result, _levels(tiers, measured), policy or ["hazard"], token_bytes, prefill, as_json)
         return
     rows: list[dict[str, Any]] = []
     for text in capacity:
-        blocks = _blocks(text, played.unique, token_bytes * played.block_tokens)
+        blocks = _blocks(text, result.unique, token_bytes * result.block_tokens)
         for name in policy or POLICIES:
-            rate = play(played, name, blocks).hit_rate
+            rate = play(result, name, blocks).hit_rate
             rows.append({"policy": name, "capacity": text, "blocks": blocks, "hit_rate": rate})
     if png is not None:
-        _draw(rows, capacity, played.name, png)
+        _draw(rows, capacity, result.name, png)
     if as_json is not None:
-        _write({"trace": played.name, "requests": len(played), "unique_blocks": played.unique, "rows": rows}, as_json)
+        _write({"trace": result.name, "requests": len(result), "unique_blocks": result.unique, "rows": rows}, as_json)
     if str(as_json) != "-":
         names = list(dict.fromkeys(row["policy"] for row in rows))
         rates = {(row["policy"], row["capacity"]): f"{100 * row['hit_rate']:.1f}" for row in rows}

@@ -38,9 +38,9 @@ class PrefetchProgress:
 
 class Prefetch:
     def __init__(
-        self, cache: Cache, popularity: Popularity, handles: Iterable[CacheNamespace], count: int, room: ByteBudget
+        self, cache: Cache, popularity: Popularity, handles: Iterable[CacheNamespace], count: int, limit: ByteBudget
     ) -> None:
-        self._cache, self._popularity, self._count, self._room = cache, popularity, count, room
+        self._cache, self._popularity, self._count, self._room = cache, popularity, count, limit
         self._handles = {handle.id: handle for handle in handles}.values()
         self.progress = PrefetchProgress()
         self._done = threading.Event()
@@ -97,7 +97,7 @@ def join_fleet(cache: Cache) -> FleetNode | None:
     return None
 
 
-def _refuse_without_fleet(asked: dict[Any, Any]) -> dict[str, Any]:
+def _refuse_without_fleet(requested: dict[Any, Any]) -> dict[str, Any]:
     raise ConfigError("redis.enabled is false in this cache's settings: this cache has no fleet")
 
 
@@ -164,21 +164,21 @@ class FleetNode:
         """Return whether every prefetch is done, or the deadline has passed."""
         return self._cache.os_env.clock.now() >= self._end or all(prefetch.ready for prefetch in self._prefetches)
 
-    def prefetch(self, handles: list[CacheNamespace], count: int, room: ByteBudget) -> Prefetch:
-        prefetch = Prefetch(self._cache, self._popularity, handles, count, room)
+    def prefetch(self, handles: list[CacheNamespace], count: int, limit: ByteBudget) -> Prefetch:
+        prefetch = Prefetch(self._cache, self._popularity, handles, count, limit)
         with self._lock:
             self._prefetches = [*self._prefetches[-_MAX_KEPT:], prefetch]
             self._threads = [*(thread for thread in self._threads if thread.is_alive()), prefetch.start()]
         return prefetch
 
-    def answer(self, asked: dict[Any, Any]) -> dict[str, Any]:
+    def answer(self, requested: dict[Any, Any]) -> dict[str, Any]:
         """Answer `kvcache warm`.
 
         Args:
-            asked: `hot`: start to prefetch that many chains; without it, report the last prefetch. `max_bytes`: byte
-                budget.
+            requested: `hot`: start to prefetch that many chains; without it, report the last prefetch. `max_bytes`: the
+                byte budget.
         """
-        count, most = asked.get("hot"), asked.get("max_bytes")
+        count, most = requested.get("hot"), requested.get("max_bytes")
         if count is not None:
             if not isinstance(count, int) or isinstance(count, bool) or not 0 < count <= MAX_CHAINS:
                 raise ConfigError(f"hot = {count!r:.40}: expected 1 to {MAX_CHAINS} chains")

@@ -104,7 +104,7 @@ class KVEvents:
         """`tenant_of` returns the tenant of a namespace."""
         self._clock, self._kept = clock, kept_blocks
         self._rings: dict[str, _TenantEvents] = {}
-        self._began = self._end = self._gone = self._blocks = 0
+        self._began = self._end = self._dropped_until = self._blocks = 0
         self._lock = threading.RLock()
         self.on = False
         self._tenant_of = tenant_of
@@ -122,7 +122,7 @@ class KVEvents:
             while self._blocks > self._kept:
                 largest = max(self._rings.values(), key=lambda ring: ring.blocks)
                 self._blocks -= largest.rows[0][1].blocks
-                self._gone = max(self._gone, largest.drop() + 1)
+                self._dropped_until = max(self._dropped_until, largest.drop() + 1)
 
     def since(self, after: int | None, namespaces: Collection[bytes], tenant: str | None = None) -> EventBatch:
         """Events of these namespaces from number `after` on, at most one batch. None starts recording and returns none.
@@ -133,7 +133,7 @@ class KVEvents:
         with self._lock:
             if not self.on:
                 self.on, self._began = True, int(self._clock.wall() * 1e6)
-                self._end = self._gone = self._began
+                self._end = self._dropped_until = self._began
             rows: Iterable[tuple[int, KVEvent]]
             if tenant is not None:
                 ring = self._ring(tenant)
@@ -142,7 +142,7 @@ class KVEvents:
                 at = first if lost or after is None else after
                 rows = enumerate((event for _, event in islice(ring.rows, at - first, None)), at)
             else:
-                first, end = self._gone, self._end
+                first, end = self._dropped_until, self._end
                 lost = after is not None and not first <= after <= end
                 at = self._began if lost or after is None else after
                 recent = (takewhile(lambda row: row[0] >= at, reversed(ring.rows)) for ring in self._rings.values())

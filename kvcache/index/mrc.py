@@ -66,14 +66,15 @@ class HitCounts:
     """Tokens requested, tokens that the sample stands for, and by size the tokens found."""
 
     def __init__(self) -> None:
-        self.asked = self.sampled = 0.0
+        self.requested = self.sampled = 0.0
         self.found = np.zeros(len(CAPACITY_FACTORS))
 
-    def add(self, asked: float, sampled: float, found: NDArray[np.float64]) -> None:
-        self.asked, self.sampled, self.found = self.asked + asked, self.sampled + sampled, self.found + found
+    def add(self, requested: float, sampled: float, found: NDArray[np.float64]) -> None:
+        self.requested, self.sampled = self.requested + requested, self.sampled + sampled
+        self.found = self.found + found
 
     def decay(self) -> None:
-        self.asked, self.sampled, self.found = self.asked / 2, self.sampled / 2, self.found / 2
+        self.requested, self.sampled, self.found = self.requested / 2, self.sampled / 2, self.found / 2
 
     def rates(self) -> list[float]:
         """Hit rates by size.
@@ -82,10 +83,10 @@ class HitCounts:
         difference between requested and sampled tokens corrects that (SHARDS-adj). A large difference is chance and is
         not corrected.
         """
-        missing = self.asked - self.sampled
-        if abs(missing) > MAX_SAMPLE_ERROR * self.asked:
+        missing = self.requested - self.sampled
+        if abs(missing) > MAX_SAMPLE_ERROR * self.requested:
             return [float(found / self.sampled) if self.sampled else 0.0 for found in self.found]
-        return [float(min(1.0, max(0.0, (found + missing) / max(1.0, self.asked)))) for found in self.found]
+        return [float(min(1.0, max(0.0, (found + missing) / max(1.0, self.requested)))) for found in self.found]
 
 
 class TierSimulation:
@@ -106,15 +107,15 @@ class TierSimulation:
         starts = np.cumsum([0, *(len(packed) // SIGNATURE_BYTES for packed, _, _ in of_row)], dtype=np.int64)
         signatures = np.frombuffer(b"".join(packed for packed, _, _ in of_row), np.uint64).reshape(-1, 4)
         blocks = np.arange(len(signatures), dtype=np.int32)
-        asked = np.array([asked for _, asked, _ in of_row])
+        requested = np.array([requested for _, requested, _ in of_row])
         tokens = np.array([tokens for _, _, tokens in of_row])
         found = np.zeros((len(CAPACITY_FACTORS), len(rows)))
-        for i, (index, room) in enumerate(zip(self._indexes, self._capacity_blocks, strict=True)):
+        for i, (index, limit) in enumerate(zip(self._indexes, self._capacity_blocks, strict=True)):
             hits = np.zeros(len(rows), np.int32)
-            part = starts, blocks, signatures, 0, len(rows), room, values, hits, self._refuses
+            part = starts, blocks, signatures, 0, len(rows), limit, values, hits, self._refuses
             index.replay(_SAMPLE_SHARD_KEY, *part)
-            found[i] = np.minimum(hits, asked) * tokens
-        for row, sampled, of_sizes in zip(rows, asked * tokens, found.T, strict=True):
+            found[i] = np.minimum(hits, requested) * tokens
+        for row, sampled, of_sizes in zip(rows, requested * tokens, found.T, strict=True):
             self.whole.add(row.asked_tokens, sampled, of_sizes)
             for by, name in zip(BREAKDOWNS, row.names, strict=True):
                 counts = self.by[by]
@@ -144,7 +145,7 @@ class TierSimulation:
 
 
 def _token_counts(count: HitCounts) -> dict[str, int]:
-    return {"asked_tokens": round(count.asked), "sampled_tokens": round(count.sampled)}
+    return {"asked_tokens": round(count.requested), "sampled_tokens": round(count.sampled)}
 
 
 @dataclass
@@ -187,7 +188,7 @@ class MissRatioCurve:
     def add(
         self,
         signatures: PackedSignatures,
-        asked: int,
+        requested: int,
         model: ModelShape,
         names: tuple[str, str, str],
     ) -> None:
@@ -195,10 +196,10 @@ class MissRatioCurve:
 
         Args:
             signatures: the packed chain.
-            asked: how many of its leading blocks were requested.
+            requested: how many of its leading blocks were requested.
             names: tenant, agent, namespace.
         """
-        if not self._samples or not asked:
+        if not self._samples or not requested:
             return
         block_tokens, block_bytes = model.block_tokens, model.block_bytes
         words = np.frombuffer(signatures, np.uint64).reshape(-1, 4)
@@ -209,11 +210,11 @@ class MissRatioCurve:
             chance = min(1.0, size / tier.sample_bytes)
             if chance < 1:
                 at = np.flatnonzero(words[:, _SAMPLE_WORD] < np.uint64(chance * 2.0**64))
-                packed, count = words[at].tobytes(), int(np.searchsorted(at, asked))
+                packed, count = words[at].tobytes(), int(np.searchsorted(at, requested))
             else:
-                packed, count = bytes(signatures), asked
+                packed, count = bytes(signatures), requested
             sampled.append((packed, count, block_tokens / chance))
-        row = SampledRequest(names, asked * block_tokens, tuple(sampled))
+        row = SampledRequest(names, requested * block_tokens, tuple(sampled))
         with self._lock:
             self._state.requests += 1
             if len(self._waiting) >= MAX_PENDING_REQUESTS:

@@ -97,12 +97,12 @@ PanelSpec = tuple[str, str, str, Sequence[Query]]  # title, description, unit, q
 
 
 def _glance() -> Iterator[PanelSpec]:
-    asked = rate("asked_tokens")
+    requested = rate("asked_tokens")
     yield (
         "Hit rate",
         "Share of requested tokens found, by the fastest tier that had them.",
         "percentunit",
-        [(f"{rate('hit_tokens', 'tier')} / ignoring (tier) group_left {asked}", "{{tier}}")],
+        [(f"{rate('hit_tokens', 'tier')} / ignoring (tier) group_left {requested}", "{{tier}}")],
     )
     yield (
         "How full each tier is",

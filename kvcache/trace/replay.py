@@ -129,15 +129,15 @@ class Replay:
         self._clock = clock or WallClock()
 
     def run(self, arrivals: Sequence[Arrival]) -> ReplayResult:
-        played, clock = ReplayResult(), self._clock
+        result, clock = ReplayResult(), self._clock
         begun = clock.now()
         for arrival in arrivals:
             at = begun + arrival.time_s / self._speed
             clock.sleep(at - clock.now())
-            self._serve(arrival, at, played)
-        return played
+            self._serve(arrival, at, result)
+        return result
 
-    def _serve(self, arrival: Arrival, at: float, played: ReplayResult) -> None:
+    def _serve(self, arrival: Arrival, at: float, result: ReplayResult) -> None:
         clock = self._clock
         full = min(len(arrival.names), arrival.tokens // self._block_tokens)
         names = arrival.names[:full]
@@ -147,20 +147,20 @@ class Replay:
                 clock.sleep(0.001)
                 hit = r.match()
             r.admit()
-            played.found.update({tier: blocks * self._block_tokens for tier, blocks in hit.by_tier.items()})
+            result.found.update({tier: blocks * self._block_tokens for tier, blocks in hit.by_tier.items()})
             load = r.load(hit.blocks, self._pages, [list(range(hit.blocks))])
             load.wait()
             loaded_blocks = load.blocks
-            played.wrong_blocks += self._count_wrong_blocks(names[:loaded_blocks])
+            result.wrong_blocks += self._count_wrong_blocks(names[:loaded_blocks])
             missing = max(1, arrival.tokens - loaded_blocks * self._block_tokens)
             before = clock.now()
             clock.sleep(missing / self._rate)
-            played.ttft_s.append(clock.now() - at)
+            result.ttft_s.append(clock.now() - at)
             self._handle.computed(missing, clock.now() - before)
             self._write(names, loaded_blocks)
             r.store(self._pages, [list(range(loaded_blocks, full))], first_block=loaded_blocks).wait()
-        played.tokens += arrival.tokens
-        played.loaded_tokens += loaded_blocks * self._block_tokens
+        result.tokens += arrival.tokens
+        result.loaded_tokens += loaded_blocks * self._block_tokens
 
     def _write(self, names: NDArray[np.int64], first: int) -> None:
         self._kv[0, :, first : len(names)] = _block_pattern(names[first:])

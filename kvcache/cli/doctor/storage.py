@@ -59,9 +59,9 @@ def drive_kind(name: str, memory: bool, path: Path) -> Finding:
     return ok("drive", found)
 
 
-def drive_rates(disk: Disk, clock: Clock, directory: Path, floor_bytes: int) -> Iterator[Finding]:
+def drive_rates(disk: Disk, clock: Clock, directory: Path, min_free_bytes: int) -> Iterator[Finding]:
     """Check O_DIRECT, then the rates of writing and reading one file."""
-    free_bytes = disk.free_bytes(str(directory)) - floor_bytes
+    free_bytes = disk.free_bytes(str(directory)) - min_free_bytes
     total = min(MAX_TEST_BYTES, free_bytes // 2) // IO_BYTES * IO_BYTES
     if total < MIN_TEST_BYTES:
         found = f"{show_bytes(max(0, free_bytes))} are free beyond nvme.min_free_bytes"

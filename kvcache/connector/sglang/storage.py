@@ -39,15 +39,15 @@ _log = logging.getLogger("kvcache.sglang")
 class KVCacheStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang is imported without its types
     def __init__(self, storage_config: HiCacheStorageConfig, kwargs: Any = None) -> None:
         self._config = config = storage_config
-        self._wishes = Options.read(config.extra_config)
+        self._options = Options.read(config.extra_config)
         self._ranks = Ranks(config.tp_rank, config.tp_size, config.pp_rank, config.pp_size)
         served = _ServerArguments()
-        self._identity = identify_model(served, config.model_name, self._wishes)
+        self._identity = identify_model(served, config.model_name, self._options)
         self._pool_stores: dict[str, PoolStore | None] = {}
         self._transferred: dict[str, list[tuple[int, float]]] = {"in": [], "out": []}
         self._lock = threading.Lock()
         self.registered_pools: dict[Any, Any] = {}
-        self.cache = open_cache(self._wishes, engine_name(served, self._ranks, self._wishes))
+        self.cache = open_cache(self._options, engine_name(served, self._ranks, self._options))
 
     def register_mem_pool_host(self, mem_pool_host: Any) -> None:
         super().register_mem_pool_host(mem_pool_host)
@@ -63,7 +63,7 @@ class KVCacheStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang is importe
         if is_logical(pool):
             self._pool_stores[str(name)] = None
             return
-        config, options = self._config, self._wishes
+        config, options = self._config, self._options
         ranks = self._ranks
         if config.is_mla_model and str(name) != PoolName.MAMBA.value:  # the same on each rank, written by the first
             ranks = Ranks(0, 1, ranks.pp_rank, ranks.pp_size)
@@ -102,7 +102,7 @@ class KVCacheStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang is importe
 
     def _call_deadline(self) -> float:
         """Return the deadline of a call that begins now, over any number of pools."""
-        return time.monotonic() + self._wishes.deadline_s
+        return time.monotonic() + self._options.deadline_s
 
     def batch_exists_v2(
         self,
@@ -229,13 +229,13 @@ class KVCacheStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang is importe
 
     # Statistics, clear, close
 
-    def _timed(self, way: str, pool_store: PoolStore, work: Callable[[], list[bool]]) -> list[bool]:
+    def _timed(self, direction: str, pool_store: PoolStore, work: Callable[[], list[bool]]) -> list[bool]:
         start = time.monotonic()
         moved = work()
         if self._config.enable_storage_metrics:
             seconds = max(1e-9, time.monotonic() - start)
             with self._lock:
-                self._transferred[way].append(
+                self._transferred[direction].append(
                     (sum(moved), sum(moved) * pool_store.described.page_bytes / seconds / 1e9)
                 )
         return moved

@@ -246,13 +246,13 @@ class RemoteRequest:
             known = self._known_blocks
         check_transfer(self._handle.layout, self._handle.shards, pages, page_ids, first, end, known)
         transfer = BlockTransfer(end - first)
-        mover = PagesSlotCopy(self._cache.copiers, pages, page_ids)
+        slot_copy = PagesSlotCopy(self._cache.copiers, pages, page_ids)
         sizes = [p.block_bytes for p in pages]
         with self._lock:
             self._transfers_running += 1
         self._cache.transfer_started()
         store = self._announce() if op == "store" else 0
-        task = TransferTask(self._cache, self, op, first, end, sizes, mover, transfer, self._deadline_s, store)
+        task = TransferTask(self._cache, self, op, first, end, sizes, slot_copy, transfer, self._deadline_s, store)
         try:
             self._cache.executor.submit(task.run)
         except RuntimeError as error:  # another thread closes the cache, or the system gives no thread

@@ -176,7 +176,7 @@ class TransferTask:
     first: int
     end: int
     sizes: Sequence[int]  # payload bytes by group
-    mover: PagesSlotCopy  # made on the engine's thread
+    slot_copy: PagesSlotCopy  # made on the engine's thread
     transfer: BlockTransfer
     deadline_s: float
     store: int = 0  # number of its announcement, or 0
@@ -298,7 +298,7 @@ class TransferTask:
     def _copy_from_pages(self, parts: Sequence[CopyViewPart]) -> bool:
         """Gather pages; False where that failed. The daemon needs a reply in any case."""
         with log_faults(_log, "pages could not be gathered"):
-            self.mover.gather(parts)
+            self.slot_copy.gather(parts)
             return True
         return False
 
@@ -308,7 +308,7 @@ class TransferTask:
         The caller continues in any case: the daemon needs a reply, and later payloads must be read.
         """
         with log_faults(_log, "pages could not be filled"):
-            copies = self.mover.scatter(parts)
+            copies = self.slot_copy.scatter(parts)
             self.transfer.begun(blocks, copies)
             wait_all(copies)
             return True

@@ -260,10 +260,10 @@ class HttpApi:
         rate_limit = None if tenant is None else self._rate_limit_of(tenant)
         if rate_limit is not None and not rate_limit.count_operation(moves=True):
             raise HTTPException(429, "the tenant exceeds its operations a second", {"Retry-After": "1"})
-        report, (question, size) = Report(self._cache, tenant), await _parse_question(request)
+        report, (arguments, size) = Report(self._cache, tenant), await _parse_explain_arguments(request)
         if rate_limit is not None:
             rate_limit.count_bytes(size)
-        stories = await run_in_threadpool(report.explain, question)
+        stories = await run_in_threadpool(report.explain, arguments)
         return self._answer("stories", [_without_ids(story) for story in stories])
 
     def _page(self, request: Request) -> Response:
@@ -297,10 +297,10 @@ def _count(request: Request, default: int) -> int:
     return int(given)
 
 
-async def _parse_question(request: Request) -> tuple[dict[str, Any], int]:
+async def _parse_explain_arguments(request: Request) -> tuple[dict[str, Any], int]:
     """Return the question and the number of posted bytes.
 
-    The question is `request` or `count` in the URL, or a posted map with `ids` (a list) and optionally `namespace`.
+    The arguments are `request` or `count` in the URL, or a posted map with `ids` (a list) and optionally `namespace`.
     """
     if request.method == "GET":
         named = request.query_params.get("request")

@@ -126,10 +126,10 @@ class PendingStores:
     def _catch_up_clients(self) -> None:
         """Read what clients of the waiting tenants have sent, once for all waiters. Loop thread."""
         with self._changed:
-            asked, self._waiting_tenants = self._waiting_tenants, set()
+            waiting_tenants, self._waiting_tenants = self._waiting_tenants, set()
             self._catch_ups_begun += 1
         for peer, session in list(self._clients.items()):
-            if not asked.isdisjoint((None, session.tenant.name)):
+            if not waiting_tenants.isdisjoint((None, session.tenant.name)):
                 peer.catch_up()
         with self._changed:
             self._catch_ups_done = self._catch_ups_begun

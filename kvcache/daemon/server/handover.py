@@ -88,17 +88,17 @@ def take_over(path: Path, timeout_s: float = EXIT_TIMEOUT_S) -> WarmRestart | No
             raise AccessError(f"{path}: a daemon of user {user}, process {pid}: only one of {_SAME_USER} is replaced")
         process = _open_pidfd(pid)
         try:
-            legacy = _receive_memory(wire, end) if _request_exit(wire, process, pid, end) else None
+            predecessor = _receive_memory(wire, end) if _request_exit(wire, process, pid, end) else None
             if not _wait_for_exit(wire, process, end):
-                if legacy is not None:
-                    legacy.close()
+                if predecessor is not None:
+                    predecessor.close()
                 raise StoreError(f"{path}: process {pid} did not exit within {timeout_s:g} s")
         finally:
             if process is not None:
                 os.close(process)
     finally:
         wire.close()
-    return legacy
+    return predecessor
 
 
 def _request_exit(wire: Wire, process: int | None, pid: int, end: float) -> bool:

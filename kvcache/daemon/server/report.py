@@ -27,15 +27,15 @@ MAX_STORIES = 1000
 _EXPECTED = "expected one of request (its id), ids (uint32, little-endian) and count (of the last misses)"
 
 
-def explain(cache: Cache, question: dict[Any, Any], tenant: str | None = None) -> dict[str, Any]:
+def explain(cache: Cache, arguments: dict[Any, Any], tenant: str | None = None) -> dict[str, Any]:
     """Explain misses. `tenant` limits the report to that tenant's namespaces."""
-    request, ids, count = question.get("request"), question.get("ids"), question.get("count")
+    request, ids, count = arguments.get("request"), arguments.get("ids"), arguments.get("count")
     own = {namespace.id for namespace in cache.namespaces if tenant in (None, namespace.tenant)}
     last = (entry for entry in cache.miss_explainer.recent_requests.last() if tenant is None or entry.namespace in own)
     if isinstance(request, str):
         found = list(islice((entry for entry in last if entry.request == request), 1))
     elif ids is not None:
-        found = [lookup_prompt(cache, ids, str(question.get("namespace") or ""), tenant)]
+        found = [lookup_prompt(cache, ids, str(arguments.get("namespace") or ""), tenant)]
     elif count is None or (isinstance(count, int) and count >= 0):
         found = list(
             islice((entry for entry in last if entry.reason), min(MAX_STORIES, 10 if count is None else count))
@@ -183,9 +183,9 @@ class Report:
         anonymous = RequestContext()._asdict()
         return [asdict(event) | (anonymous if event.kind in hidden else {}) for event in found]
 
-    def explain(self, question: Mapping[str, Any]) -> list[dict[str, Any]]:
+    def explain(self, arguments: Mapping[str, Any]) -> list[dict[str, Any]]:
         """Explain misses as the control socket's `explain`. To a tenant, another tenant's blocks were never stored."""
-        stories: list[dict[str, Any]] = explain(self._cache, dict(question), self._tenant)["stories"]
+        stories: list[dict[str, Any]] = explain(self._cache, dict(arguments), self._tenant)["stories"]
         return stories
 
     def curve(self) -> dict[str, Any]:

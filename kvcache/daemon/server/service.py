@@ -191,16 +191,17 @@ class Service:
         with ExitStack() as ends:
             if self._tcp_listener is not None:
                 ends.callback(self._tcp_listener.close)
-            legacy = self._predecessor_memory(replace)
-            if legacy is not None:
-                ends.callback(legacy.close)
+            predecessor = self._predecessor_memory(replace)
+            if predecessor is not None:
+                ends.callback(predecessor.close)
             claim = SocketClaim(
                 self._path, int(self._settings.daemon.mode, 8), wait_s=EXIT_TIMEOUT_S if replace else 0.0
             )
             ends.callback(claim.release)
-            if legacy is not None and legacy.capacity_bytes and not self._settings.given("host.capacity_bytes"):
+            inherited_bytes = 0 if predecessor is None else predecessor.capacity_bytes
+            if inherited_bytes and not self._settings.given("host.capacity_bytes"):
                 # memory that is free now excludes what is taken over
-                self._settings = self._read(host__capacity_bytes=legacy.capacity_bytes)
+                self._settings = self._read(host__capacity_bytes=inherited_bytes)
                 raise_limits(self._settings)
             listener = None
             if self._settings.http.enabled:
@@ -208,8 +209,8 @@ class Service:
                 if listener is not None:
                     ends.callback(listener.close)
             cache = ends.enter_context(Cache(self._settings, shared=True, served_address=f"unix:{self._path}"))
-            if legacy is not None:
-                legacy.take_in(cache)
+            if predecessor is not None:
+                predecessor.take_in(cache)
             for begin in self._components:
                 begin(cache)
             if self._settings.control.enabled:
@@ -246,15 +247,15 @@ class Service:
 
     def _predecessor_memory(self, replace: bool) -> WarmRestart | None:
         """Return the memory of the previous process: of the daemon to replace, else of the unit's last process."""
-        legacy = None
+        predecessor = None
         if replace:
             if self._settings.http.enabled:
                 planned_url(self._settings.http)  # may raise, and so runs while the previous daemon still serves
-            legacy = take_over(self._path)
+            predecessor = take_over(self._path)
         unit = take_descriptors()
-        if legacy is not None and unit is not None:
+        if predecessor is not None and unit is not None:
             unit.close()  # older than the memory that the replaced daemon handed over
-        return unit if legacy is None else legacy
+        return unit if predecessor is None else predecessor
 
     def _on_started(self) -> None:
         self._report_status(f"serving {self}")

@@ -131,9 +131,11 @@ class Allocator:
 
     def plan(self, record_bytes: int, disk_bytes: int) -> Segment | None:
         """Plan a new segment for records of this size; None where capacity or disk cannot hold one slot."""
-        left, disk_bytes = self.unclaimed_bytes() - FOOTER_BYTES, disk_bytes - FOOTER_BYTES
+        unclaimed_bytes, disk_bytes = self.unclaimed_bytes() - FOOTER_BYTES, disk_bytes - FOOTER_BYTES
         slots = min(
-            self._most(record_bytes), left // (record_bytes + JOURNAL_BYTES_PER_SLOT), disk_bytes // record_bytes
+            self._most(record_bytes),
+            unclaimed_bytes // (record_bytes + JOURNAL_BYTES_PER_SLOT),
+            disk_bytes // record_bytes,
         )
         if slots < 1:
             return None
@@ -194,10 +196,11 @@ class Allocator:
         free = sum(size_class.free for size_class in self._fitting(record_bytes))
         empty_segments = self.empty_segments(record_bytes)
         files_bytes = sum(s.file_bytes for s in empty_segments)
-        left = self.unclaimed_bytes() + files_bytes + sum(s.slots for s in empty_segments) * JOURNAL_BYTES_PER_SLOT
+        journal_bytes = sum(s.slots for s in empty_segments) * JOURNAL_BYTES_PER_SLOT
+        free_bytes = self.unclaimed_bytes() + files_bytes + journal_bytes
         most = self._most(record_bytes)
         new = min(
-            _slots_that_fit(left, record_bytes + JOURNAL_BYTES_PER_SLOT, most),
+            _slots_that_fit(free_bytes, record_bytes + JOURNAL_BYTES_PER_SLOT, most),
             _slots_that_fit(disk_bytes + files_bytes, record_bytes, most),
         )
         return free + new
@@ -247,9 +250,9 @@ class Allocator:
         return faults
 
 
-def _slots_that_fit(left: int, each: int, most: int) -> int:
+def _slots_that_fit(free_bytes: int, each: int, most: int) -> int:
     """Return how many slots fit in `left` bytes, in segments of at most `most` slots with a footer each."""
-    segments, rest = divmod(max(0, left), most * each + FOOTER_BYTES)
+    segments, rest = divmod(max(0, free_bytes), most * each + FOOTER_BYTES)
     return segments * most + max(0, rest - FOOTER_BYTES) // each
 
 
@@ -280,14 +283,14 @@ class SegmentFiles:
         directory: Directory,
         allocator: Allocator,
         memory: threading.Lock,
-        floor_bytes: int,
+        min_free_bytes: int,
         counters: Counters,
     ) -> None:
         self._disk, self._clock, self._directory, self._allocator = disk, clock, directory, allocator
-        self._memory, self._floor_bytes, self._counters = memory, floor_bytes, counters
+        self._memory, self._min_free_bytes, self._counters = memory, min_free_bytes, counters
         self.orphan_files: dict[int, Segment] = {}  # retired segments whose files could not be removed yet
         self._disk_full_until = 0.0
-        self._left: tuple[float, int] | None = None  # expiry of the cached count of free bytes, and the count
+        self._free_bytes: tuple[float, int] | None = None  # expiry of the cached count, and the count
 
     def path(self, number: int) -> str:
         return self._directory.join(f"segment-{number:06d}")
@@ -315,7 +318,7 @@ class SegmentFiles:
 
         The file may exist in that case, and after an OSError too.
         """
-        self._left = None
+        self._free_bytes = None
         try:
             segment.create(self._disk, self.path(segment.number))
         except OSError as error:
@@ -332,7 +335,7 @@ class SegmentFiles:
 
     def clear(self, segment: Segment) -> None:
         """Remove the file of a retired segment. Its remaining users keep it open until they finish."""
-        self._left = None
+        self._free_bytes = None
         try:
             self._disk.remove(self.path(segment.number))
         except FileNotFoundError:
@@ -353,8 +356,8 @@ class SegmentFiles:
         now = self._clock.now()
         if now < self._disk_full_until:
             return -(1 << 62)
-        left = self._left
-        if fresh or left is None or left[0] < now:
-            found = max(0, self._disk.free_bytes(self._directory.path) - self._floor_bytes)
-            self._left = left = now + FREE_BYTES_MAX_AGE_S, found
-        return left[1]
+        cached = self._free_bytes
+        if fresh or cached is None or cached[0] < now:
+            found = max(0, self._disk.free_bytes(self._directory.path) - self._min_free_bytes)
+            self._free_bytes = cached = now + FREE_BYTES_MAX_AGE_S, found
+        return cached[1]

@@ -40,7 +40,7 @@ class Catalog:
         allocator: Allocator,
         counters: Counters,
         *,
-        floor_bytes: int,
+        min_free_bytes: int,
         tracks_syncs: bool,
     ) -> None:
         """Open the store, or create an empty one.
@@ -56,7 +56,8 @@ class Catalog:
         self._clock = os_env.clock
         self.journal_lock = os_env.condition()  # held during I/O, so a simulation must see it
         self.memory = threading.Lock()
-        self.files = SegmentFiles(os_env.disk, os_env.clock, directory, allocator, self.memory, floor_bytes, counters)
+        disk, clock = os_env.disk, os_env.clock
+        self.files = SegmentFiles(disk, clock, directory, allocator, self.memory, min_free_bytes, counters)
         self.index = Index(allocator)
         # segments with records that no sync has covered; ordered, so that runs repeat
         self.dirty: dict[Segment, None] = {}
@@ -192,24 +193,24 @@ class Catalog:
             with self.memory:
                 found = [self.index.find(address.name) for address, _ in records]
             present = [f is not None and f[2] == entry for f, (_, entry) in zip(found, records, strict=True)]
-            leaving = {address.name: entry for (address, entry), here in zip(records, present, strict=True) if here}
-            self.drop(leaving, quarantine=quarantine, insist=insist)
+            removed = {address.name: entry for (address, entry), here in zip(records, present, strict=True) if here}
+            self.drop(removed, quarantine=quarantine, insist=insist)
         return present
 
-    def drop(self, leaving: Mapping[bytes, Entry], *, quarantine: bool, insist: bool) -> None:
+    def drop(self, removed: Mapping[bytes, Entry], *, quarantine: bool, insist: bool) -> None:
         """Remove existing records by name, as `unpublish` does. The caller holds `journal_lock`."""
-        if not leaving:
+        if not removed:
             return
         kind = QUARANTINE if quarantine else REMOVE
         try:
-            self._append(entry._replace(kind=kind) for entry in leaving.values())
+            self._append(entry._replace(kind=kind) for entry in removed.values())
         except OSError:
             if not insist:
                 raise
             quarantine = True
-            self.append_deferred(entry._replace(kind=QUARANTINE) for entry in leaving.values())
+            self.append_deferred(entry._replace(kind=QUARANTINE) for entry in removed.values())
         with self.memory:
-            touched = [self.index.delete(name, quarantine=quarantine) for name in leaving]
+            touched = [self.index.delete(name, quarantine=quarantine) for name in removed]
             surplus = self._retire_surplus(dict.fromkeys(segment.slot_bytes for segment in touched if segment.empty))
         self._drop_segments(surplus)
 

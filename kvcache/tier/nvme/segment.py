@@ -146,8 +146,8 @@ class Segment:
 
     def clear(self, slot: int, *, quarantine: bool = False) -> None:
         """Remove the record from a slot. A quarantined slot is not reused while the segment exists."""
-        left = Entry(QUARANTINE, segment=self.number, slot=slot).pack() if quarantine else bytes(ENTRY_BYTES)
-        self.rows[slot * ENTRY_BYTES : (slot + 1) * ENTRY_BYTES] = left
+        row = Entry(QUARANTINE, segment=self.number, slot=slot).pack() if quarantine else bytes(ENTRY_BYTES)
+        self.rows[slot * ENTRY_BYTES : (slot + 1) * ENTRY_BYTES] = row
         self.live -= 1
         self.unsynced_slots.discard(slot)
         self.rewrite_slots.discard(slot)
@@ -271,20 +271,20 @@ class SlotIO:
 
 def coalesce(slot_ios: Iterable[SlotIO]) -> Iterator[list[SlotIO]]:
     """Group the blocks into runs without a gap on the drive, of at most `MAX_IO_BYTES`."""
-    stretch: list[SlotIO] = []
+    run: list[SlotIO] = []
     size = 0
     for slot_io in sorted(slot_ios, key=lambda p: (p.segment.number, p.slot)):
-        if stretch:
-            last = stretch[-1]
+        if run:
+            last = run[-1]
             adjacent = last.segment is slot_io.segment and last.slot + 1 == slot_io.slot
             full = last.record_bytes == last.segment.slot_bytes
             if not (adjacent and full and size + slot_io.record_bytes <= MAX_IO_BYTES):
-                yield stretch
-                stretch, size = [], 0
-        stretch.append(slot_io)
+                yield run
+                run, size = [], 0
+        run.append(slot_io)
         size += slot_io.record_bytes
-    if stretch:
-        yield stretch
+    if run:
+        yield run
 
 
 def flatten(segments: Segments, size_bytes: int) -> list[memoryview]:

@@ -53,7 +53,7 @@ class Store:
         *,
         allocator: Allocator,
         durability: Durability,
-        floor_bytes: int,
+        min_free_bytes: int,
         os_env: OsEnv,
         served_address: str = "",
     ) -> None:
@@ -77,7 +77,7 @@ class Store:
                 self.directory,
                 allocator,
                 self.counters,
-                floor_bytes=floor_bytes,
+                min_free_bytes=min_free_bytes,
                 tracks_syncs=durability != "none",
             )
         except OSError as error:

@@ -123,7 +123,7 @@ class NvmeTier(QueuedTier):
             path,
             allocator=Allocator(settings.capacity_bytes, settings.segment_bytes),
             durability=settings.durability,
-            floor_bytes=settings.min_free_bytes,
+            min_free_bytes=settings.min_free_bytes,
             served_address=served_address,
             os_env=self._os_env,
         )

@@ -96,20 +96,20 @@ class StoreInspector:
         """
         over = {pack.path for pack in self.packs() if self._manifest.expired(pack)} if expired else set()
         packs = sorted((each for each in self.listed() if self._names.is_pack(each.path)), key=lambda each: each.age_s)
-        leaving: list[ListedObject] = []
+        deleted: list[ListedObject] = []
         kept_bytes = 0
         for each in packs:  # the youngest first
             old = older_s is not None and each.age_s > older_s
             many = max_bytes is not None and kept_bytes + each.size > max_bytes
             if old or many or each.path in over:
-                leaving.append(each)
+                deleted.append(each)
             else:
                 kept_bytes += each.size
         if not dry_run:
-            self._bucket.delete([each.path for each in reversed(leaving)], None)
+            self._bucket.delete([each.path for each in reversed(deleted)], None)
             self._drop_empty()
-        oldest_s = max((each.age_s for each in leaving), default=0.0)
-        return NamespaceUsage(b"", len(leaving), sum(each.size for each in leaving), oldest_s)
+        oldest_s = max((each.age_s for each in deleted), default=0.0)
+        return NamespaceUsage(b"", len(deleted), sum(each.size for each in deleted), oldest_s)
 
     def purge(self, namespace: bytes) -> int:
         """Delete every object of a namespace and return its count of records.

@@ -343,12 +343,12 @@ class Manifest:
         """Return whether the listing ended by the deadline. `must`: raise OSError where it failed."""
         if listing is None:
             return True
-        ended = bool(wait_for([listing], self._left(deadline)).done)
+        ended = bool(wait_for([listing], self._remaining(deadline)).done)
         if ended and must:
             listing.result()
         return ended
 
-    def _left(self, deadline: float | None) -> float | None:
+    def _remaining(self, deadline: float | None) -> float | None:
         return None if deadline is None else max(0.0, deadline - self._clock.now())
 
     def _due(self, known: NamespaceState) -> bool:

@@ -290,13 +290,13 @@ class Store:
             for i, row in wanted:
                 settle(i, DONE if row.signature in removed else NOT_FOUND, "")
 
-    def remove_rows(self, pack: Pack, leaving: set[bytes], deadline: float | None) -> set[bytes]:
+    def remove_rows(self, pack: Pack, removed: set[bytes], deadline: float | None) -> set[bytes]:
         """Remove records from a pack and return the signatures that it held; other records move to a new pack."""
         with self._remove_lock:
             table = self._manifest.refresh_table(pack.path, deadline, etag=pack.etag)
             if table is None:
                 return set()
-            kept = [row for row in table.rows if row.signature not in leaving]
+            kept = [row for row in table.rows if row.signature not in removed]
             data = self._bucket.get(pack.path, deadline) if kept else None
             if data is not None:
                 view = memoryview(data)
@@ -305,7 +305,7 @@ class Store:
                 self._rewrite(rest, deadline)
             self._bucket.delete([pack.path], deadline)
             self._manifest.forget(pack.path)
-            return leaving & {row.signature for row in table.rows}
+            return removed & {row.signature for row in table.rows}
 
     def _rewrite(self, rest: Sequence[PackRecord], deadline: float | None) -> None:
         sound = []
