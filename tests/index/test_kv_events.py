@@ -58,6 +58,7 @@ def test_replayed_events_give_the_tiers_contents(tmp_path: Path, layout: Any, se
         assert cache.flush(30)
         told = cache.kv_events(number, [mine])
         played(told.kv_events, there)
+        heard += told.kv_events
         assert {(c.kind, c.tier) for c in heard} >= {("stored", "host"), ("removed", "host"), ("stored", "nvme")}
         for tier in (cache.host, *cache.lower_tiers):
             found = {(a.group, a.signature) for a in tier.scan() if a.namespace == mine.id}
