@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from kvcache.errors import ConfigError
 from kvcache.settings import TABLE, Settings
-from kvcache.settings.sources import FOREIGN, RENAMED, load
+from kvcache.settings.sources import FOREIGN, REMOVED, RENAMED, load
 from kvcache.settings.types import GiB, MiB
 
 ROOT = Path(__file__).parents[1]
@@ -177,6 +177,14 @@ def test_a_renamed_setting_is_refused_with_its_new_name(old: str) -> None:
     for text in (refusal(**{old.replace(".", "__"): 1}), refusal(environ={variable: "1"})):
         assert f"{old} is called {new} now" in text
     assert old in (ROOT / "docs" / "migration.md").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("name", sorted(REMOVED))
+def test_a_removed_setting_is_refused_with_the_fixed_behaviour(name: str) -> None:
+    assert name not in TABLE
+    text = refusal(**{name.replace(".", "__"): 1})
+    assert f"{name} was removed, {REMOVED[name]}; leave it out" in text
+    assert name in (ROOT / "docs" / "migration.md").read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize("tier", ["host", "nvme"])

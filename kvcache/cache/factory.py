@@ -34,6 +34,9 @@ from kvcache.tier.nvme import NvmeTier, open_drives
 from kvcache.tier.record_codec import RecordCodec
 from kvcache.tier.tier import Tier
 
+MAX_KNOWN_BLOCKS = 1 << 18
+"""Most blocks of a shared tier in the index, at about 100 bytes of memory each: 25 MB for 4 million tokens."""
+
 _log = logging.getLogger("kvcache")
 
 
@@ -116,7 +119,7 @@ def _shared_lookup(settings: Settings, tiers: Sequence[SharedTier], index: Index
         tiers,
         index=index,
         os_env=os_env,
-        max_known_blocks=settings.flow.known_blocks,
+        max_known_blocks=MAX_KNOWN_BLOCKS,
         deadline_s=settings.flow.lookup_timeout_s,
     )
 

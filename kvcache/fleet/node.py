@@ -140,7 +140,7 @@ class FleetNode:
     def __init__(self, cache: Cache) -> None:
         settings, self._cache = cache.settings.warm, cache
         self._coordination = Coordination(cache.settings.redis, cache.os_env)
-        self._popularity = Popularity(self._coordination, half_life_s=settings.popularity_half_life_s)
+        self._popularity = Popularity(self._coordination)
         self._most_bytes = min(settings.max_bytes, cache.settings.host.capacity_bytes // 2)
         self._room = ByteBudget(self._most_bytes)
         self._prefetches: list[Prefetch] = []

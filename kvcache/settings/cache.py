@@ -71,9 +71,6 @@ class FlowSettings(Section):
     lookup_timeout_s: Seconds = Field(
         default=0.5, description="Deadline of a lookup in a shared tier. A later answer counts as a miss."
     )
-    known_blocks: Count = Field(
-        default=1 << 18, description="Most blocks of a shared tier in the index, at about 100 bytes of memory each."
-    )
 
 
 class PlanSettings(Section):
@@ -136,9 +133,6 @@ class WarmSettings(Section):
         default=True, description="Whether this node publishes the use counts of its prefixes, for `hot`."
     )
     popularity_interval_s: Seconds = Field(default=30.0, description="Interval between publications.")
-    popularity_half_life_s: Seconds = Field(
-        default=3600.0, description="Half-life of a use. Every node needs the same value."
-    )
 
 
 # Identity of a model's weights

@@ -63,9 +63,17 @@ RENAMED: Mapping[str, str] = {
     "flow.ask_deadline_s": "flow.lookup_timeout_s",
     "canary.one_in": "canary.sample_rate",
     "warm.heat_every_s": "warm.popularity_interval_s",
-    "warm.heat_half_life_s": "warm.popularity_half_life_s",
 }
 """Old and new names of settings, as in docs/migration.md. `kvcache.settings.cache` has those of a tenant."""
+
+
+REMOVED: Mapping[str, str] = {
+    "flow.known_blocks": "the index of a shared tier has 262,144 blocks",
+    "redis.part_expire_s": "parts of a split record expire after a day, or with the record",
+    "warm.heat_half_life_s": "each node needs the same half-life, an hour",
+    "daemon.drain_s": "transfers have 5 s to end at SIGTERM",
+}
+"""Settings without a way to choose a value, and the fixed behaviour."""
 
 
 def load(
@@ -148,6 +156,8 @@ def _checked_name(name: str, value: Any, origin: str) -> str:
     found = f"{_on_one_line(name)} = {value!r} (from {origin})"
     if name in SECTIONS:
         raise ConfigError(f"{found}: {name} is a section; give {name}.<setting>, for instance {_first_setting(name)}")
+    if name in REMOVED:
+        raise ConfigError(f"{found}: {name} was removed, {REMOVED[name]}; leave it out")
     if name in RENAMED:
         raise ConfigError(f"{found}: {name} is called {RENAMED[name]} now; give that instead (docs/migration.md)")
     last = name.rpartition(".")[2]

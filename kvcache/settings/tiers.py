@@ -187,9 +187,6 @@ class RedisSettings(Section):
     expire_s: Annotated[float, BeforeValidator(as_number), Field(ge=0, allow_inf_nan=False)] = Field(
         default=0, description="Expiry of a record. 0: none; the server evicts it."
     )
-    part_expire_s: Annotated[float, BeforeValidator(as_number), Field(ge=1, allow_inf_nan=False)] = Field(
-        default=86_400, description="Expiry of the parts of a split record, even if `expire_s` is 0."
-    )
     write: WriteMode = write_mode()
     connections: Count = Field(default=4, description="Connections to each server, with a thread for each.")
     queue_bytes: Annotated[int, BeforeValidator(as_size), Field(ge=1, le=1 << 60)] = Field(

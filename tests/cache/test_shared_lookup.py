@@ -10,6 +10,7 @@ from typing import Any, cast
 import pytest
 
 import kvcache
+from kvcache.cache import factory
 from kvcache.cache.api import TierFlush
 from kvcache.cache.shared_lookup import MAX_PENDING_LOOKUPS, SharedLookup
 from kvcache.errors import ClosedError
@@ -188,9 +189,10 @@ def test_blocks_evicted_from_the_server_shorten_the_hit(opened: Open, server: Re
         assert final_match(r).blocks == gone
 
 
-def test_remembered_lookups_are_bounded(opened: Open) -> None:
+def test_remembered_lookups_are_bounded(opened: Open, monkeypatch: pytest.MonkeyPatch) -> None:
     one = opened()
-    other = opened(flow={"known_blocks": 64})
+    monkeypatch.setattr(factory, "MAX_KNOWN_BLOCKS", 64)
+    other = opened()
     engine = Engine(FULL, pages=50)
     for seed in range(8):
         store(bind(one), engine, [seed, *range(199)], list(range(50)))

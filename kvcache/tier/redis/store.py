@@ -43,6 +43,8 @@ from kvcache.tier.tier import Op, Outcome, Segments, flatten, same_record, seale
 
 # Expiry of values: as the settings say, and never later than the record's own end.
 
+MAX_PART_TTL_MS = 86_400_000
+"""Of the parts of a split record, so that nothing is left of a writer that was killed between them."""
 _PART_GRACE_MS = 1000  # so that a part outlives the header that needs it
 
 

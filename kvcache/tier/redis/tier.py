@@ -68,7 +68,7 @@ from kvcache.tier.redis.inspect import ServerInspector
 from kvcache.tier.redis.keys import KeyNames, popularity_keys
 from kvcache.tier.redis.lookup import PrefixLookup
 from kvcache.tier.redis.pool import log, reason
-from kvcache.tier.redis.store import Completion, RecordTTL, Store
+from kvcache.tier.redis.store import MAX_PART_TTL_MS, Completion, RecordTTL, Store
 from kvcache.tier.remote import RemoteTier
 from kvcache.tier.tier import Op, Outcome, Usage, parents_first
 
@@ -99,7 +99,7 @@ class RedisTier(RemoteTier):
             self._counters,
             self._write_breaker,
             part_bytes=settings.part_bytes,
-            ttl=RecordTTL(int(settings.expire_s * 1000), int(settings.part_expire_s * 1000), clock),
+            ttl=RecordTTL(int(settings.expire_s * 1000), MAX_PART_TTL_MS, clock),
             signer=RecordSigner.of(key_file, "redis.signing_key_file") if key_file else None,
         )
         self._inspector = ServerInspector(names, self._store)
