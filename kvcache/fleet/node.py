@@ -146,10 +146,10 @@ class FleetNode:
         self._prefetches: list[Prefetch] = []
         self._threads: list[threading.Thread] = []
         self._lock = threading.Lock()
-        telling = settings.heat and cache.settings.explain.memory_bytes > 0
+        reports = settings.report_popularity and cache.settings.explain.memory_bytes > 0
         self._popularity_reporter = (
             PopularityReporter(cache, self._popularity, report_interval_s=settings.popularity_interval_s)
-            if telling
+            if reports
             else None
         )
         self._end = cache.os_env.clock.now() + settings.deadline_s

@@ -109,7 +109,7 @@ class PopularityReporter:
         self._cache, self._popularity, self._report_interval_s = weakref.ref(cache), popularity, report_interval_s
         self._reported_clock = 0  # the cache's clock, in requests
         self._over = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="kvcache-heat", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="kvcache-popularity", daemon=True)
         self._thread.start()
 
     def report(self) -> int:

@@ -129,7 +129,7 @@ class WarmSettings(Section):
         default=10.0,
         description="Lease on a prompt. Another node computes it if the lease ends; a live node renews its lease.",
     )
-    heat: bool = Field(
+    report_popularity: bool = Field(
         default=True, description="Whether this node publishes the use counts of its prefixes, for `hot`."
     )
     popularity_interval_s: Seconds = Field(default=30.0, description="Interval between publications.")

@@ -62,6 +62,7 @@ RENAMED: Mapping[str, str] = {
     "evict.curve_samples": "evict.mrc_samples",
     "flow.ask_deadline_s": "flow.lookup_timeout_s",
     "canary.one_in": "canary.sample_rate",
+    "warm.heat": "warm.report_popularity",
     "warm.heat_every_s": "warm.popularity_interval_s",
 }
 """Old and new names of settings, as in docs/migration.md. `kvcache.settings.cache` has those of a tenant."""

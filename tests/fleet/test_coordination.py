@@ -33,7 +33,7 @@ def test_the_documented_acl_is_enough(server: RedisServer, tmp_path: Path, lines
         )
     )
     try:
-        lease, heat = PromptLease(coordination, "d"), Popularity(coordination, chains=1)
+        lease, popularity = PromptLease(coordination, "d"), Popularity(coordination, chains=1)
         if lines == 1:
             with pytest.raises(OSError, match=r"ERR|NOPERM"):
                 lease.acquire()
@@ -42,8 +42,8 @@ def test_the_documented_acl_is_enough(server: RedisServer, tmp_path: Path, lines
         assert lease.renew()
         assert lease.mark_stored()
         for number in (1, 2, 2):  # one goes for want of room
-            heat.add(b"n" * 32, bytes([number]) * 32, 1, 1_800_000_000.0)
-        assert heat.hottest(b"n" * 32, 3) == [b"\2" * 32]
+            popularity.add(b"n" * 32, bytes([number]) * 32, 1, 1_800_000_000.0)
+        assert popularity.hottest(b"n" * 32, 3) == [b"\2" * 32]
     finally:
         coordination.close()
         server.client.execute_command("ACL", "DELUSER", "engine")

@@ -28,8 +28,8 @@ def fleet(server: RedisServer) -> Iterator[Any]:
         def node(**warm: Any) -> Any:
             settings = {"host": {"capacity_bytes": 1024 * KIB, "slab_bytes": 64 * KIB}, "nvme": {"enabled": False}}
             redis = {"enabled": True, "url": server.tcp}
-            heat = {"popularity_interval_s": 0.02, **warm}
-            opened = kvcache.open(**settings, redis=redis, warm=heat, control={"enabled": False})
+            options = {"popularity_interval_s": 0.02, **warm}
+            opened = kvcache.open(**settings, redis=redis, warm=options, control={"enabled": False})
             return stack.enter_context(opened)
 
         yield node
@@ -140,7 +140,7 @@ def test_an_operator_can_trigger_a_prefetch(fleet: Any, server: RedisServer) -> 
 
 
 def test_chains_missing_on_the_server_are_no_fault(fleet: Any, server: RedisServer) -> None:
-    first = fleet(heat=True)
+    first = fleet(report_popularity=True)
     handle, engine = bind(first), Engine(FULL)
     store(handle, engine, PROMPTS[0], list(range(8)))
     use(handle, PROMPTS[0])
@@ -216,7 +216,7 @@ def test_readiness_waits_at_most_its_limit(fleet: Any, server: RedisServer) -> N
 
 
 def test_popularity_can_be_disabled(fleet: Any, server: RedisServer) -> None:
-    first = fleet(heat=False)
+    first = fleet(report_popularity=False)
     handle, engine = bind(first), Engine(FULL)
     store(handle, engine, PROMPTS[0], list(range(8)))
     use(handle, PROMPTS[0])
