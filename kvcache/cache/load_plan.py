@@ -149,7 +149,7 @@ class LoadChoice:
     """
 
     blocks: int
-    found: int
+    hit_blocks: int
     load_s: float = 0.0
     compute_s: float = 0.0
     patience_s: float = float("inf")
@@ -273,11 +273,11 @@ class LoadPlan:
 
     def choose(self, namespace: bytes, tokens: int, block_tokens: int, spans: Sequence[TierSpan]) -> LoadChoice:
         """Choose for a prompt of this many tokens whose leading blocks were found in these spans."""
-        found = sum(span.blocks for span in spans)
+        hit_blocks = sum(span.blocks for span in spans)
         with self._lock:
             engine = self._engines.get(namespace)
-            if not self.enabled or engine is None or not found or len(spans) > MAX_SPANS:
-                return LoadChoice(found, found)
+            if not self.enabled or engine is None or not hit_blocks or len(spans) > MAX_SPANS:
+                return LoadChoice(hit_blocks, hit_blocks)
             queued = dict(self._bytes_in_flight)
             ends = self._ends(engine, tokens, block_tokens, spans, queued)
             blocks, load_s, compute_s = min(ends, key=lambda end: (end[1] + end[2], -end[0]))
@@ -285,7 +285,7 @@ class LoadPlan:
             full_compute_s = ends[0][2]
         return LoadChoice(
             blocks,
-            found,
+            hit_blocks,
             load_s=all_s - load_s,
             compute_s=compute_s - rest_s,
             patience_s=max(2 * load_s, full_compute_s - compute_s, MIN_PATIENCE_S),
@@ -395,16 +395,16 @@ def spans(
     Args:
         shards: the key of each shard in the index, and its payload bytes.
     """
-    found = sum(by_tier.values())
-    if not found:
+    hit_blocks = sum(by_tier.values())
+    if not hit_blocks:
         return []
-    sizes = [size * min(need, found) for (_, size), need in zip(shards, needs, strict=True)]
+    sizes = [size * min(need, hit_blocks) for (_, size), need in zip(shards, needs, strict=True)]
     if len(by_tier) == 1 or min(needs) < ALL_BLOCKS:
-        return [TierSpan(list(by_tier)[-1], found, sum(sizes))]
+        return [TierSpan(list(by_tier)[-1], hit_blocks, sum(sizes))]
     a_block = sum(size for _, size in shards)
-    masks = [np.frombuffer(index.tier_masks(BlockRun(key, packed).part(0, found)), np.uint8) for key, _ in shards]
+    masks = [np.frombuffer(index.tier_masks(BlockRun(key, packed).part(0, hit_blocks)), np.uint8) for key, _ in shards]
     nearest = np.max([mask & -mask.astype(np.int16) for mask in masks], axis=0)
-    edges = [0, *(np.flatnonzero(np.diff(nearest)) + 1).tolist(), found]
+    edges = [0, *(np.flatnonzero(np.diff(nearest)) + 1).tolist(), hit_blocks]
     tiers = {1 << t: tier for t, tier in enumerate(index.tiers)}
     last = index.tiers[-1]  # for blocks evicted since the lookup
     return [

@@ -87,9 +87,9 @@ class MissExplainer:
 
     def reason(self, request: RecentRequest) -> str:
         """The reason for the first block of `asked` that was not found; "" if all were found."""
-        if request.found == request.blocks:
+        if request.hit_blocks == request.blocks:
             return ""
-        request.fate = self.eviction_history.find(request.signature(request.found))
+        request.fate = self.eviction_history.find(request.signature(request.hit_blocks))
         if request.fate is not None:
             return request.fate.reason
         return "apart" if self._same_tokens_elsewhere(request) is not None else self.reason_within_namespace(request)
@@ -100,9 +100,9 @@ class MissExplainer:
 
     def _diverging_request(self, request: RecentRequest) -> RecentRequest | None:
         """The newest prompt that shares all found blocks and continues differently."""
-        if request.found:
+        if request.hit_blocks:
             for other, shared in self._related(request):
-                if shared == request.found < other.blocks:
+                if shared == request.hit_blocks < other.blocks:
                     return other
             return None
         ours = request.tokens(0, request.block_tokens)
@@ -128,7 +128,7 @@ class MissExplainer:
 
         `among`: the namespaces to search; None for all.
         """
-        end = (request.found + 1) * request.block_tokens
+        end = (request.hit_blocks + 1) * request.block_tokens
         ours = request.tokens(0, end)
         for other in self.recent_requests.same_start(ours, among) if len(ours) else ():
             if other.namespace != request.namespace and np.array_equal(ours, other.tokens(0, end)):
@@ -149,7 +149,7 @@ class MissExplainer:
 
         `among`: the namespaces that the reader may know of. The explanation is as if there were no others.
         """
-        now, first = self._clock.wall(), request.found * request.block_tokens
+        now, first = self._clock.wall(), request.hit_blocks * request.block_tokens
         named = {namespace.id: namespace for namespace in namespaces}
         reason, same_tokens = (
             request.reason,
@@ -165,7 +165,7 @@ class MissExplainer:
             "namespace": _namespace_summary(named.get(request.namespace), request.namespace),
             "block_tokens": request.block_tokens,
             "blocks": request.blocks,
-            "found_blocks": request.found,
+            "found_blocks": request.hit_blocks,
             "reason": reason,
             "ids": request.tokens(first, first + CONTEXT_TOKENS).tolist(),
             **request.detail,
@@ -187,7 +187,7 @@ class MissExplainer:
 
     def _fate(self, request: RecentRequest, now: float) -> dict[str, Any]:
         fate = request.fate or self.eviction_history.find(
-            request.signature(request.found)
+            request.signature(request.hit_blocks)
         )  # a tier may report the fate after the load ended
         if fate is None:
             return {}
@@ -199,12 +199,12 @@ class MissExplainer:
 
     def _last_use(self, request: RecentRequest, fate: BlockFate) -> RecentRequest | None:
         """The newest request before the loss whose prompt has this block."""
-        found = (other for other, shared in self._related(request) if shared > request.found)
+        found = (other for other, shared in self._related(request) if shared > request.hit_blocks)
         return next((other for other in found if other.clock <= fate.clock), None)
 
     def _earlier_request(self, request: RecentRequest, now: float) -> dict[str, Any]:
         """An earlier request for a block that is neither cached nor known to be lost."""
-        found = next((other for other, shared in self._related(request) if shared > request.found), None)
+        found = next((other for other, shared in self._related(request) if shared > request.hit_blocks), None)
         return {} if found is None else {"other": _request_summary(found, now)}
 
 
@@ -248,12 +248,12 @@ def _flat_fields(namespace: Namespace) -> dict[str, Any]:
 
 def _divergence(request: RecentRequest, other: RecentRequest, now: float) -> dict[str, Any]:
     """Where two prompts diverge, the tokens there, and where they meet again."""
-    first = request.found * request.block_tokens
+    first = request.hit_blocks * request.block_tokens
     ours, theirs = (
         request.tokens(first, first + RESYNC_WINDOW_TOKENS),
         other.tokens(first, first + RESYNC_WINDOW_TOKENS),
     )
-    explanation: dict[str, Any] = {"other": _request_summary(other, now), "block": request.found}
+    explanation: dict[str, Any] = {"other": _request_summary(other, now), "block": request.hit_blocks}
     if not len(ours) or not len(theirs):
         return explanation
     at = first + shared_tokens(ours, theirs)
@@ -351,9 +351,10 @@ class MissRecord:
         request = self._request
         if packed is not request.packed:
             if request.kept:  # another prompt in the same request
-                self._request = request = replace(request, ids=[], found=0, reason="", fate=None, detail={}, kept=False)
+                cleared: dict[str, Any] = {"ids": [], "hit_blocks": 0, "reason": "", "fate": None, "detail": {}}
+                self._request = request = replace(request, kept=False, **cleared)
             request.packed, request.ids, request.known_from = packed, [], 0
-        request.found, request.detail = found, detail
+        request.hit_blocks, request.detail = found, detail
         if found == request.blocks:
             if not request.ids:
                 request.known_from = found * request.block_tokens
@@ -385,7 +386,7 @@ class MissRecord:
         As `look`, for a request that was answered before.
         """
         request = self._request
-        if request.found < request.blocks and not request.kept and self._miss_explainer.recent_requests.max_bytes:
+        if request.hit_blocks < request.blocks and not request.kept and self._miss_explainer.recent_requests.max_bytes:
             request.ids, request.known_from = [kept(tokens(ids)[: request.blocks * request.block_tokens])], 0
             if request.reason in {"cold", "diverged"}:
                 request.reason = self._miss_explainer.reason(request)
@@ -408,10 +409,10 @@ class MissRecord:
         self._counted = True
         request = self._request
         for _, first_block, transfer in self._loads:
-            if transfer.failure is not None and first_block + transfer.failure[0] < request.found:
-                request.found = first_block + transfer.failure[0]
+            if transfer.failure is not None and first_block + transfer.failure[0] < request.hit_blocks:
+                request.hit_blocks = first_block + transfer.failure[0]
                 request.reason, request.detail = self._failed(request, transfer.failure[1])
-        missed = self._prompt_blocks - request.found
+        missed = self._prompt_blocks - request.hit_blocks
         if request.reason and missed > 0:
             self._counters.add("misses", reason=request.reason)
             self._counters.add("missed_tokens", missed * request.block_tokens, reason=request.reason)
@@ -436,7 +437,7 @@ class MissRecord:
     def _failed(self, request: RecentRequest, outcome: Outcome) -> tuple[str, dict[str, Any]]:
         """The reason why a found block did not load."""
         reason = REASON_BY_OUTCOME.get(outcome.value)
-        request.fate = fate = self._miss_explainer.eviction_history.find(request.signature(request.found))
+        request.fate = fate = self._miss_explainer.eviction_history.find(request.signature(request.hit_blocks))
         if reason is None:  # it was evicted between match and load, or the tier did not have it any more
             return ("refused", {"outcome": outcome.value}) if fate is None else (fate.reason, {})
         return reason, {"outcome": outcome.value}

@@ -184,7 +184,7 @@ class CacheRequest:
         self._handle, self._context, self._tier_manager = handle, handle.context, handle.tier_manager
         self._deadline_s, self._origin = deadline_s, origin
         self._own = Chain(handle.id, handle.layout.block_tokens)
-        self._found, self._admitted = 0, False
+        self._hit_blocks, self._admitted = 0, False
         size = handle.layout.block_tokens
         self.miss: MissRecord = (
             MissRecord(
@@ -252,7 +252,7 @@ class CacheRequest:
             self._pending_lookup = None
         self._by_tier, self.choice = {}, LoadChoice(0, 0)
         if refused or self._context.bypass.loads:
-            self._found = 0
+            self._hit_blocks = 0
             self.miss.look(self.chain.packed, 0, lookup.ids, reason=refused or BYPASS)
             return Hit(tokens=0, blocks=0, reason=refused or BYPASS)
         pending = (
@@ -260,28 +260,28 @@ class CacheRequest:
         )  # read before the index: once it is False, the answer is in the index
         if token_ids is None:
             lookup.match(self.chain.packed)
-        self._found, self._by_tier = lookup.blocks, lookup.by_tier
-        if is_new and self._found < len(self.signatures):
+        self._hit_blocks, self._by_tier = lookup.blocks, lookup.by_tier
+        if is_new and self._hit_blocks < len(self.signatures):
             deadline = self._context.os_env.clock.now() + min(self._deadline_s, self._context.shared_lookup.deadline_s)
             self._pending_lookup = self._context.shared_lookup.begin(
-                [self._chained(p) for p in handle.all_shards], handle.needs, self._found, deadline
+                [self._chained(p) for p in handle.all_shards], handle.needs, self._hit_blocks, deadline
             )
             pending = self._pending_lookup is not None and self._pending_lookup.pending
             # an executor that runs calls inline has answered already
             if self._pending_lookup is not None and not pending:
                 lookup.match(self.chain.packed)
-                self._found, self._by_tier = lookup.blocks, lookup.by_tier
-        self.choice = LoadChoice(self._found, self._found)
-        if self._found and not pending and self._context.plan.enabled:
+                self._hit_blocks, self._by_tier = lookup.blocks, lookup.by_tier
+        self.choice = LoadChoice(self._hit_blocks, self._hit_blocks)
+        if self._hit_blocks and not pending and self._context.plan.enabled:
             self.choice = self._choose_load()
         miss_detail: dict[str, Any] = {}
-        if self.choice.blocks < self._found:
-            self._found, self._by_tier = self.choice.blocks, blocks_by_tier(self.choice)
+        if self.choice.blocks < self._hit_blocks:
+            self._hit_blocks, self._by_tier = self.choice.blocks, blocks_by_tier(self.choice)
             plan = {"load_s": self.choice.load_s, "compute_s": self.choice.compute_s}
             miss_detail = {"reason": RECOMPUTE_FASTER, "plan": plan}
-        reason = self.miss.look(self.chain.packed, self._found, lookup.ids, beside, **miss_detail)
-        tokens = self._found * layout.block_tokens
-        return Hit(tokens=tokens, blocks=self._found, by_tier=dict(self._by_tier), reason=reason, pending=pending)
+        reason = self.miss.look(self.chain.packed, self._hit_blocks, lookup.ids, beside, **miss_detail)
+        tokens = self._hit_blocks * layout.block_tokens
+        return Hit(tokens=tokens, blocks=self._hit_blocks, by_tier=dict(self._by_tier), reason=reason, pending=pending)
 
     def extend(
         self, token_ids: Any = None, *, extras: Extras | None = None, digests: Sequence[bytes] | None = None
@@ -299,14 +299,14 @@ class CacheRequest:
         self._admitted = True
         context, counters, layout = self._context, self._context.counters, self._handle.layout
         stamp = self.begin()
-        runs = self._runs(self._handle.all_shards, 0, self._found)
+        runs = self._runs(self._handle.all_shards, 0, self._hit_blocks)
         for run, _ in runs:
             context.index.touch(run, stamp)
         self._claim = context.holds.take(runs)
         self._claim_finalizer = weakref.finalize(
             self, context.holds.abandon, self._claim
         )  # for a request that is never closed
-        self._tier_manager.write_on_second_use(self._chains(), self._found)
+        self._tier_manager.write_on_second_use(self._chains(), self._hit_blocks)
         counters.add("requests")
         self._requested_blocks = len(self.signatures)
         asked_tokens = self._requested_blocks * layout.block_tokens
@@ -320,7 +320,7 @@ class CacheRequest:
         self.miss.admit(stamp, context.os_env.clock.wall())
         if not context.bypass.loads:
             with request_context(self.work):
-                self._prefetch(stamp, 0, self._found, Load.window_bytes(context), PREFETCH)
+                self._prefetch(stamp, 0, self._hit_blocks, Load.window_bytes(context), PREFETCH)
                 if context.plan.probe(self.choice):
                     first = self.choice.blocks
                     self._prefetch(stamp, first, first + 1, Load.window_bytes(context), BACKGROUND)

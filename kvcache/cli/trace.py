@@ -63,8 +63,8 @@ def replay(
     results: dict[str, Any] = {
         "requests": len(arrivals),
         "tokens": result.tokens,
-        "hit_rate": sum(result.found.values()) / max(1, result.tokens),
-        "hit_tokens": dict(result.found),
+        "hit_rate": sum(result.hit_tokens.values()) / max(1, result.tokens),
+        "hit_tokens": dict(result.hit_tokens),
         "loaded_tokens": result.loaded_tokens,
         "wrong_blocks": result.wrong_blocks,
         "ttft_s": dict(zip(("p50", "p90", "p99"), times, strict=True)),
@@ -204,10 +204,9 @@ def _price(
             "p90_s": float(np.quantile(priced.first_token_s, 0.9)),
             "without_mean_s": float(priced.without_s.mean()),
         }
-        rows.append({"policy": name, "found": priced.found, **times})
-        shown.append(
-            (name, *(f"{100 * share:.1f} %" for share in priced.found.values()), *(f"{t:.3f}" for t in times.values()))
-        )
+        rows.append({"policy": name, "found": priced.hit_rates, **times})
+        rates = [f"{100 * rate:.1f} %" for rate in priced.hit_rates.values()]
+        shown.append((name, *rates, *(f"{t:.3f}" for t in times.values())))
     if as_json is not None:
         named = {level.name: [level.capacity_bytes, level.bytes_per_s] for level in levels}
         _write({"trace": trace.name, "tiers": named, "rows": rows}, as_json)

@@ -115,15 +115,14 @@ class PopularityReporter:
     def report(self) -> int:
         """Report matches since the last report; return the number of chains."""
         cache = self._cache()
-        entries = (
-            []
-            if cache is None
-            else [a for a in cache.miss_explainer.recent_requests.last() if a.clock > self._reported_clock and a.found]
-        )
-        if cache is None or not entries:
+        if cache is None:
+            return 0
+        recent = cache.miss_explainer.recent_requests.last()
+        entries = [each for each in recent if each.clock > self._reported_clock and each.hit_blocks]
+        if not entries:
             return 0
         self._reported_clock = max(each.clock for each in entries)
-        uses = Counter((each.namespace, each.packed[: each.found * SIGNATURE_BYTES]) for each in entries)
+        uses = Counter((each.namespace, each.packed[: each.hit_blocks * SIGNATURE_BYTES]) for each in entries)
         now = cache.os_env.clock.wall()
         top_chains = uses.most_common(MAX_REPORTED_CHAINS)
         for (namespace, packed), count in top_chains:

@@ -67,14 +67,14 @@ class HitCounts:
 
     def __init__(self) -> None:
         self.requested = self.sampled = 0.0
-        self.found = np.zeros(len(CAPACITY_FACTORS))
+        self.hits = np.zeros(len(CAPACITY_FACTORS))
 
     def add(self, requested: float, sampled: float, found: NDArray[np.float64]) -> None:
         self.requested, self.sampled = self.requested + requested, self.sampled + sampled
-        self.found = self.found + found
+        self.hits = self.hits + found
 
     def decay(self) -> None:
-        self.requested, self.sampled, self.found = self.requested / 2, self.sampled / 2, self.found / 2
+        self.requested, self.sampled, self.hits = self.requested / 2, self.sampled / 2, self.hits / 2
 
     def rates(self) -> list[float]:
         """Hit rates by size.
@@ -85,8 +85,8 @@ class HitCounts:
         """
         missing = self.requested - self.sampled
         if abs(missing) > MAX_SAMPLE_ERROR * self.requested:
-            return [float(found / self.sampled) if self.sampled else 0.0 for found in self.found]
-        return [float(min(1.0, max(0.0, (found + missing) / max(1.0, self.requested)))) for found in self.found]
+            return [float(found / self.sampled) if self.sampled else 0.0 for found in self.hits]
+        return [float(min(1.0, max(0.0, (found + missing) / max(1.0, self.requested)))) for found in self.hits]
 
 
 class TierSimulation:

@@ -48,7 +48,7 @@ class RecentRequest:
     time: float  # seconds since 1970
     ids: list[Ids] = field(default_factory=list)  # of full blocks, from `known_from` on
     known_from: int = 0
-    found: int = 0
+    hit_blocks: int = 0
     reason: str = ""
     fate: BlockFate | None = None  # of that block, as the history had it then
     detail: dict[str, Any] = field(default_factory=dict)
@@ -260,7 +260,7 @@ class SharedPrefix:
     blocks: int
     block_tokens: int
     requests: int
-    found_blocks: int  # blocks found within the prefix, summed over the requests
+    hit_blocks: int  # blocks matched within the prefix, summed over the requests
     last: float  # time of the latest request, in seconds since 1970
 
     @property
@@ -315,7 +315,7 @@ def _prefix(chains: Sequence[RecentRequest], blocks: int) -> SharedPrefix:
         blocks,
         one.block_tokens,
         len(chains),
-        sum(min(blocks, each.found) for each in chains),
+        sum(min(blocks, each.hit_blocks) for each in chains),
         max(each.time for each in chains),
     )
 

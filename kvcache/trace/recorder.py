@@ -66,7 +66,7 @@ class TraceRecorder:
             request.time,
             request.namespace,
             request.block_tokens,
-            request.found,
+            request.hit_blocks,
             request.packed,
             request.agent,
             request.session,

@@ -42,7 +42,7 @@ class ReplayResult:
 
     ttft_s: list[float] = field(default_factory=list)
     tokens: int = 0
-    found: Counter[str] = field(default_factory=Counter)  # tokens, by tier
+    hit_tokens: Counter[str] = field(default_factory=Counter)  # tokens, by tier
     loaded_tokens: int = 0
     wrong_blocks: int = 0  # with other bytes than were stored: must be 0
 
@@ -147,7 +147,7 @@ class Replay:
                 clock.sleep(0.001)
                 hit = r.match()
             r.admit()
-            result.found.update({tier: blocks * self._block_tokens for tier, blocks in hit.by_tier.items()})
+            result.hit_tokens.update({tier: blocks * self._block_tokens for tier, blocks in hit.by_tier.items()})
             load = r.load(hit.blocks, self._pages, [list(range(hit.blocks))])
             load.wait()
             loaded_blocks = load.blocks

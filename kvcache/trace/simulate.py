@@ -224,7 +224,7 @@ def measured_rates(stats: Mapping[str, Any]) -> dict[str, float]:
 
 @dataclass(frozen=True)
 class PricedTrace:
-    found: dict[str, float]
+    hit_rates: dict[str, float]
     """Share of all blocks that each tier supplied."""
     first_token_s: NDArray[np.float64]
     """By request."""

@@ -289,7 +289,7 @@ def test_all_hits_are_loaded_until_compute_times_are_known() -> None:
     assert plan.choose(NAMESPACE, 1000, 16, [TierSpan("redis", 60, 1 << 40)]).blocks == 60
     plan.computed(NAMESPACE, 1000, 0.1)
     choice = plan.choose(NAMESPACE, 1000, 16, [TierSpan("redis", 60, 1 << 40)])
-    assert (choice.blocks, choice.found) == (0, 60)
+    assert (choice.blocks, choice.hit_blocks) == (0, 60)
     assert choice.load_s > choice.compute_s > 0
     assert plan.choose(b"o" * 32, 1000, 16, [TierSpan("redis", 60, 1 << 40)]).blocks == 60, "another engine's"
 

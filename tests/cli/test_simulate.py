@@ -75,8 +75,8 @@ def test_a_hierarchy_is_priced_by_its_rates(trace: Path, tmp_path: Path) -> None
     played = read_trace(trace)
     levels = [TierSpec("host", 2 << 30, 20e9), TierSpec("nvme", 1 << 40, 1e9)]
     priced = price_tiers(played, levels, "hazard", token_bytes=128 << 10, prefill_per_s=8000)
-    assert row["found"] == priced.found
-    assert sum(priced.found.values()) == pytest.approx(simulate(played, "hazard", 1 << 14).hit_rate)
+    assert row["found"] == priced.hit_rates
+    assert sum(priced.hit_rates.values()) == pytest.approx(simulate(played, "hazard", 1 << 14).hit_rate)
     assert row["mean_s"] == pytest.approx(priced.first_token_s.mean())
     assert row["mean_s"] < row["without_mean_s"]
     alone = price_tiers(played, levels[1:], "hazard", token_bytes=128 << 10, prefill_per_s=8000)

@@ -48,9 +48,7 @@ def test_the_least_popular_chain_is_dropped(coordination: Coordination, server: 
     popularity = Popularity(coordination, half_life_s=HALF_LIFE_S, chains=3)
     for number, uses in ((1, 5), (2, 1), (3, 4), (4, 9), (5, 2)):
         popularity.add(b"n" * 32, chain(number), uses, START_S)
-    assert [packed[0] for packed in popularity.hottest(b"n" * 32, 10)] == [4, 1, 5], (
-        "new ones stay at first"
-    )
+    assert [packed[0] for packed in popularity.hottest(b"n" * 32, 10)] == [4, 1, 5], "new ones stay at first"
     (held,) = server.client.keys("*:chains")
     assert server.client.hlen(held) == 3
     assert all(server.client.ttl(key) > 0 for key in server.client.scan_iter())

@@ -22,7 +22,7 @@ def chain(blocks: tuple[int, ...], space: bytes = SPACE) -> bytes:
 
 
 def asked(blocks: tuple[int, ...], *, time: float = 0.0, found: int = 0, space: bytes = SPACE) -> RecentRequest:
-    return RecentRequest(f"r{time}", space, (), 16, chain(blocks, space), 0, time, found=found)
+    return RecentRequest(f"r{time}", space, (), 16, chain(blocks, space), 0, time, hit_blocks=found)
 
 
 CHAINS = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=6).map(tuple), max_size=20)
@@ -58,7 +58,7 @@ def test_prefixes_are_sorted_by_value_per_namespace() -> None:
     prompts += [asked((1, i), space=other) for i in range(9)] + [asked((7,))]
     long, short = prefixes(prompts, 5)
     assert (short.namespace, short.blocks, short.requests) == (SPACE, 3, 3)
-    assert (short.found_blocks, short.saved_blocks, short.last) == (6, 6, 2)
+    assert (short.hit_blocks, short.saved_blocks, short.last) == (6, 6, 2)
     assert (long.namespace, long.blocks, long.requests, long.saved_blocks) == (other, 1, 9, 8)
     assert [p.signature for p in prefixes(prompts, 1)] == [long.signature]
 

@@ -30,7 +30,7 @@ SECRET = 1_987_654_321  # longer than what a time may happen to have
 
 def asked(number: int, blocks: int) -> RecentRequest:
     packed = b"".join(bytes([number, i]).rjust(32, b"\1") for i in range(blocks))
-    return RecentRequest("r", b"n" * 32, [], 16, packed, number, 1000.0 + number, found=1)
+    return RecentRequest("r", b"n" * 32, [], 16, packed, number, 1000.0 + number, hit_blocks=1)
 
 
 def lines(path: Path) -> list[dict[str, Any]]:

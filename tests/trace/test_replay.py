@@ -60,7 +60,7 @@ def test_replay_gives_the_hits_of_the_trace(cache: Any) -> None:
     played = replay(cache, Turned()).run(
         [arrival(0, 1, 2, 3), arrival(10, 1, 2, 9), arrival(20, 7), arrival(30, 1, 2, 3)]
     )
-    assert played.found == {"host": (2 + 3) * BLOCK}
+    assert played.hit_tokens == {"host": (2 + 3) * BLOCK}
     assert played.loaded_tokens == 5 * BLOCK
     assert played.wrong_blocks == 0
     assert played.ttft_s == pytest.approx([0.049, 0.017, 0.017, 0.001])

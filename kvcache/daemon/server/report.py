@@ -68,8 +68,8 @@ def lookup_prompt(cache: Cache, packed_ids: Any, prefix: str, tenant: str | None
         entry = hypothetical_request(
             packed, ids, namespace=handle.id, shard_keys=handle.shard_keys, block_tokens=tokens, clock=clock, time=time
         )
-        entry.found = lookup.blocks
-        if best is None or entry.found * tokens > best.found * best.block_tokens:
+        entry.hit_blocks = lookup.blocks
+        if best is None or entry.hit_blocks * tokens > best.hit_blocks * best.block_tokens:
             best = entry
     assert best is not None, "there is a namespace"
     best.reason = cache.miss_explainer.reason(best)
@@ -166,7 +166,7 @@ class Report:
                 "model": known[prefix.namespace].model if prefix.namespace in known else None,
                 "tokens": prefix.blocks * prefix.block_tokens,
                 "requests": prefix.requests,
-                "found_tokens": prefix.found_blocks * prefix.block_tokens,
+                "found_tokens": prefix.hit_blocks * prefix.block_tokens,
                 "last": prefix.last,
             }
             for prefix in prefixes((each for each in entry if each.namespace in own), min(_count(count), MAX_PREFIXES))
