@@ -20,6 +20,7 @@ from kvcache.tier.nvme.journal import (
     CHECKPOINT,
     COLUMNS,
     ENTRY_BYTES,
+    FRAME_BYTES,
     HEADER_BYTES,
     JOURNAL,
     NAMESPACE,
@@ -243,6 +244,19 @@ def test_damage_is_reported_and_not_appended_to(directory: Directory, tmp_path: 
     journal.close()
 
 
+def test_a_checkpoint_cut_between_frames_is_damaged(directory: Directory, tmp_path: Path) -> None:
+    """Each of its frames is whole, so that only the count in its header tells."""
+    journal = Journal(directory)
+    journal.checkpoint(journal.rotate(), iter([entry(PUT, slot=1), entry(PUT, slot=2)]), 2)
+    journal.close()
+    file = tmp_path / "checkpoint-2"
+    file.write_bytes(file.read_bytes()[: -FRAME_BYTES - ENTRY_BYTES])
+    journal = Journal(directory)
+    assert journal.contents.damaged == "checkpoint-2"
+    assert slots(journal) == [1]
+    journal.close()
+
+
 @pytest.mark.parametrize("name", ["journal-1", "journal-2", "checkpoint-2"])
 def test_a_bad_header_is_refused_and_kept(directory: Directory, tmp_path: Path, name: str) -> None:
     journal = Journal(directory)
@@ -354,6 +368,15 @@ def test_a_sync_mark_decides_the_safe_records(directory: Directory) -> None:
     kinds = [Entry.unpack(data, i).kind for i in range(count)]
     assert kinds == [SEGMENT, NAMESPACE, PUT, PUT, PUT, SYNCED, PUT, PUT]
     assert Entry.unpack(data, 5).write_id == 5
+    journal.close()
+
+
+def test_a_sync_mark_right_after_a_checkpoint_counts(directory: Directory) -> None:
+    journal = Journal(directory)
+    journal.checkpoint(journal.rotate(), iter([entry(PUT, slot=0)]), 1)
+    assert journal.read().safe == 0
+    journal.append(entry(SYNCED, write_id=journal.sequence))
+    assert journal.read().safe == 1
     journal.close()
 
 
