@@ -131,7 +131,7 @@ def no_thread(*_: object) -> None:
     raise OSError("no thread")
 
 
-@pytest.mark.parametrize("step", ["kvcache.daemon.server.service.serve_http", "kvcache.daemon.http.server.start", None])
+@pytest.mark.parametrize("step", ["kvcache.daemon.http.server.serve_http", "kvcache.daemon.http.server.start", None])
 def test_a_daemon_that_never_runs_leaves_nothing_open(
     made: Callable[..., Service],
     loops: list[asyncio.AbstractEventLoop],

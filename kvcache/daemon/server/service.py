@@ -20,7 +20,6 @@ from kvcache.cache.cache import Cache
 from kvcache.cache.factory import check_settings as check_parts
 from kvcache.cache.warm_restart import WarmRestart
 from kvcache.daemon.discovery import SocketClaim, parse_unix_address
-from kvcache.daemon.http.server import http_listener, planned_url, serve_http
 from kvcache.daemon.server.admission import Admission, tenant_quotas
 from kvcache.daemon.server.auth import Tenants
 from kvcache.daemon.server.connection import MAX_PENDING_CONNECTIONS
@@ -176,7 +175,9 @@ class Service:
     def plan(self) -> str:
         """Return what would be served, and release the port. The service cannot start afterwards."""
         if self._settings.http.enabled:
-            self._page = planned_url(self._settings.http)
+            from kvcache.daemon.http import server as http  # late: a quarter of the imports of a daemon
+
+            self._page = http.planned_url(self._settings.http)
         text = str(self)
         if self._tcp_listener is not None:
             self._tcp_listener.close()
@@ -205,7 +206,9 @@ class Service:
                 raise_limits(self._settings)
             listener = None
             if self._settings.http.enabled:
-                listener = http_listener(self._settings.http, needed=self._linger_s is None)
+                from kvcache.daemon.http import server as http
+
+                listener = http.http_listener(self._settings.http, needed=self._linger_s is None)
                 if listener is not None:
                     ends.callback(listener.close)
             cache = ends.enter_context(Cache(self._settings, shared=True, served_address=f"unix:{self._path}"))
@@ -230,7 +233,9 @@ class Service:
                 lambda: store_descriptors(cache) if served.successor is None else hand_over(served.successor, cache)
             )
             if listener is not None:
-                self._page, end = serve_http(served, listener, self._settings.http, self._version)
+                from kvcache.daemon.http import server as http
+
+                self._page, end = http.serve_http(served, listener, self._settings.http, self._version)
                 ends.callback(end)
             self.daemon, self._cleanup = served, ends.pop_all()
 
@@ -250,7 +255,9 @@ class Service:
         predecessor = None
         if replace:
             if self._settings.http.enabled:
-                planned_url(self._settings.http)  # may raise, and so runs while the previous daemon still serves
+                from kvcache.daemon.http import server as http
+
+                http.planned_url(self._settings.http)  # may raise, and so runs while the previous daemon still serves
             predecessor = take_over(self._path)
         unit = take_descriptors()
         if predecessor is not None and unit is not None:
