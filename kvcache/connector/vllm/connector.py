@@ -61,7 +61,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 
 from kvcache.connector.guard import call_guarded, guarded, recover
 from kvcache.connector.vllm.config import Options, parse_options, reject_unsupported, uncached_reason
-from kvcache.connector.vllm.kv_layout import describe_layers
+from kvcache.connector.vllm.kv_layout import LayerGroup, describe_layers
 from kvcache.connector.vllm.metadata import ConnectorMetadata, HandshakeMetadata, WorkerMetadata
 from kvcache.connector.vllm.scheduler import ConnectorScheduler
 from kvcache.connector.vllm.shared_cache import (
@@ -122,8 +122,11 @@ class KVCacheConnector(KVConnectorBase_V1, SupportsHMA):
             _log.error("caching is off on this rank: %s", reason)
             self._handshake = HandshakeMetadata(refusal=reason)
 
-        groups, count = self._kv_config.kv_cache_groups, self._kv_config.num_blocks
-        shapes = recover(lambda: describe_layers(kv_caches, groups, count, packing=_packing(self._vllm_config)), refuse)
+        def describe() -> tuple[LayerGroup, ...]:
+            groups, packing = self._kv_config.kv_cache_groups, _packing(self._vllm_config)
+            return describe_layers(kv_caches, groups, self._kv_config.num_blocks, packing=packing)
+
+        shapes = recover(describe, refuse)
         if shapes is None:
             return
         replicas = getattr(self._kv_config, "kv_tp_replicas", 1)
