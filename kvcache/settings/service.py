@@ -38,6 +38,9 @@ class DaemonSettings(Section):
     )
     connections: Count = Field(default=512, description="Most open connections. An engine process has up to five.")
     lease_s: Seconds = Field(default=10.0, description="Longest lease of a slot. The daemon then closes the client.")
+    drain_s: Seconds = Field(
+        default=5.0, description="Time for running transfers to end at SIGTERM. Less than the supervisor's own limit."
+    )
 
 
 class TraceSettings(Section):

@@ -72,7 +72,6 @@ REMOVED: Mapping[str, str] = {
     "flow.known_blocks": "the index of a shared tier has 262,144 blocks",
     "redis.part_expire_s": "parts of a split record expire after a day, or with the record",
     "warm.heat_half_life_s": "each node needs the same half-life, an hour",
-    "daemon.drain_s": "transfers have 5 s to end at SIGTERM",
 }
 """Settings without a way to choose a value, and the fixed behaviour."""
 

@@ -88,8 +88,6 @@ def new_loop() -> asyncio.AbstractEventLoop:
 
 FIRST_CLIENT_TIMEOUT_S = 60.0
 """Time that a daemon which ends by itself waits for its first client."""
-DRAIN_S = 5.0
-"""Time for running transfers to end at SIGTERM. A supervisor usually kills after 10 s or more."""
 HEALTH_TIMEOUT_S = 5.0
 """Time for the event loop to run a call, beyond which the daemon is unhealthy."""
 _ACCEPT_RETRY_S = 0.1
@@ -469,8 +467,8 @@ class Daemon:
             self._ended.set()
 
     def _drain(self) -> None:
-        """Wait for running transfers, at most `DRAIN_S`; then close every connection."""
-        end = time.monotonic() + DRAIN_S
+        """Wait for running transfers, at most `daemon.drain_s`; then close every connection."""
+        end = time.monotonic() + self._settings.drain_s
         for moving, thread in self._transfer_connections.items():
             moving.ending = True
             if not moving.busy:
